@@ -1,0 +1,1 @@
+"""Reading checkpoints: finding, verifying and loading steps of a run."""

@@ -1,0 +1,41 @@
+"""The config of a run: all sections, gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from alibi_lm.data.config import DataConfig
+from alibi_lm.model.config import ModelConfig
+from alibi_lm.parallel.config import ParallelConfig
+from alibi_lm.settings import apply_overrides, build, load_yaml
+from alibi_lm.train.config import RunConfig, TrainConfig
+
+
+@dataclass
+class Config:
+    """One run."""
+
+    run: RunConfig
+    """Where the run lives."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """The decoder."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """What it reads."""
+    train: TrainConfig = field(default_factory=TrainConfig)
+    """How it is trained."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """How it is split over ranks."""
+    deepspeed: dict[str, Any] | str = field(default_factory=dict)
+    """DeepSpeed's own settings under its own names, or the path of a JSON file with them."""
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a run's YAML, apply `section.key=value` overrides, and check everything.
+
+    Raises:
+        ConfigError: with every problem found.
+    """
+    return build(Config, apply_overrides(load_yaml(path), overrides))

@@ -1,0 +1,60 @@
+"""Errors a user can cause and can mend: one line each, exit code 2, no traceback."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+EXIT_USER_ERROR = 2
+EXIT_NOT_FINITE = 3
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One mistake: the key (or file) it is in, its value, the rule it breaks and the fix."""
+
+    key: str
+    value: Any
+    rule: str
+    fix: str
+
+    def __str__(self) -> str:
+        shown = "" if self.value is None else f" = {_short(self.value)}"
+        return f"{self.key}{shown}: {self.rule}; {self.fix}"
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else repr(value)
+    text = " ".join(text.split())
+    return text if len(text) <= 120 else text[:117] + "..."
+
+
+class UserError(Exception):
+    """Base of the errors that a user can mend. Holds every problem found, not only the first."""
+
+    exit_code = EXIT_USER_ERROR
+
+    def __init__(self, *problems: Problem) -> None:
+        if not problems:
+            raise ValueError("a user error needs at least one problem")
+        self.problems: Sequence[Problem] = problems
+        super().__init__(" | ".join(str(problem) for problem in problems))
+
+
+class ConfigError(UserError):
+    """A config, recipe, suite or command line that breaks a rule."""
+
+
+class DataError(UserError):
+    """A corpus, tokenizer or token file that cannot be used."""
+
+
+class CheckpointError(UserError):
+    """A run folder, checkpoint or exported folder that cannot be used."""
+
+
+class NotFiniteError(UserError):
+    """Training produced a loss or gradient that is not finite; the run stops."""
+
+    exit_code = EXIT_NOT_FINITE

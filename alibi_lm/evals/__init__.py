@@ -1,0 +1,1 @@
+"""Long-context evaluations and the report."""

@@ -1,0 +1,1 @@
+"""The decoder: slopes, attention with linear biases, layers, generation."""
