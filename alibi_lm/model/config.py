@@ -17,7 +17,7 @@ class ModelConfig:
     """The shape of the decoder."""
 
     shape: Shape = "mpt"
-    """Layer style: mpt (no biases, exact GELU) or bloom (biases, embedding LayerNorm, tanh GELU)."""
+    """mpt (no biases, exact GELU) or bloom (biases, embedding LayerNorm, tanh GELU)."""
     num_layers: int = 4
     """Number of transformer blocks."""
     hidden_size: int = 256

@@ -1,0 +1,154 @@
+"""Causal attention with linear biases: one entry point, and a table of what each kernel can do.
+
+A kernel that cannot apply a request's bias or window is never used for it. Every kernel works in
+the dtype of q, k and v, with fp32 scores, biases and softmax, whatever autocast says: a bias cast
+to 16 bits is off by whole units a few thousand keys away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from alibi_lm.model.exact import exact_attention
+from alibi_lm.model.flash import flash_attention
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of a kernel beyond q, k and v."""
+
+    slopes: tuple[float, ...] | None
+    window: int | None
+    bias: Tensor | None
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One way to compute attention, and what it can be asked for."""
+
+    run: Callable[[Tensor, Tensor, Tensor, Request], Tensor]
+    devices: frozenset[str] | None
+    """Device types; None is any."""
+    dtypes: frozenset[torch.dtype]
+    """Dtypes of q, k and v."""
+    slopes: bool = True
+    """Whether it applies linear biases."""
+    window: bool = False
+    """Whether it applies a sliding window."""
+    bias: bool = False
+    """Whether it applies a bias by distance, with its gradient."""
+    value_width: bool = False
+    """Whether the heads of v may have another width than those of q and k."""
+
+    def lacks(self, q: Tensor, v: Tensor, request: Request) -> str | None:
+        """Why this kernel cannot serve the request, or None where it can."""
+        if self.devices is not None and q.device.type not in self.devices:
+            return f"device {q.device.type}"
+        if q.dtype not in self.dtypes:
+            return f"dtype {q.dtype}"
+        if request.slopes is not None and not self.slopes:
+            return "linear biases"
+        if request.window is not None and not self.window:
+            return "a window"
+        if request.bias is not None and not self.bias:
+            return "a bias by distance"
+        if v.shape[-1] != q.shape[-1] and not self.value_width:
+            return "a width of v other than that of q and k"
+        return None
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Tensor:
+    return flash_attention(q, k, v, request.slopes)
+
+
+def _exact(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Tensor:
+    return exact_attention(q, k, v, request.slopes, request.window, request.bias)
+
+
+_HALF = frozenset({torch.bfloat16, torch.float16})
+
+# In order of preference. The exact path is the only one on a GPU so far, and has not yet been run
+# on one.
+KERNELS: dict[str, Kernel] = {
+    "flash_cpu": Kernel(_flash, frozenset({"cpu"}), _HALF | {torch.float32}),
+    "exact": Kernel(_exact, None, _HALF | {torch.float32, torch.float64}, window=True, bias=True,
+                    value_width=True),
+}  # fmt: skip
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    slopes: tuple[float, ...] | None,
+    window: int | None = None,
+    bias: Tensor | None = None,
+    kernel: str | None = None,
+) -> Tensor:
+    """softmax(q.k/sqrt(D) - m_h (i - j) + bias_h(i - j)) v over the keys j <= i.
+
+    Args:
+        q: [B, H, Tq, D]; the queries are the last Tq of the Tk positions (Tq < Tk when decoding
+            with a cache).
+        k: [B, KV, Tk, D], where KV divides H; query head h reads key head h // (H / KV).
+        v: [B, KV, Tk, Dv].
+        slopes: m_h of the H heads, or None for no linear bias.
+        window: a query sees the keys i - window < j <= i; None sees all before it.
+        bias: [H, N], a bias by distance, added to the scores: column min(i - j, N - 1). It may
+            need a gradient.
+        kernel: a name of `KERNELS` to insist on; by default the first that can serve.
+
+    Returns:
+        [B, H, Tq, Dv] in the dtype of q. On CPU its memory lies as [B, Tq, H, Dv] where that of
+        q does, so that joining the heads copies nothing.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit together, or a kernel that cannot
+            do what is asked.
+    """
+    _check(q, k, v, slopes, window, bias)
+    request = Request(slopes, window, bias)
+    if kernel is None:
+        kernel = next(name for name in KERNELS if not KERNELS[name].lacks(q, v, request))
+    lacking = KERNELS[kernel].lacks(q, v, request)
+    if lacking:
+        raise ValueError(f"attention kernel {kernel} cannot do {lacking}")
+    if q.numel() == 0:
+        return q.new_empty(*q.shape[:-1], v.shape[-1])
+    if torch.is_autocast_enabled(q.device.type):
+        with torch.autocast(q.device.type, enabled=False):
+            return KERNELS[kernel].run(q, k, v, request)
+    return KERNELS[kernel].run(q, k, v, request)
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slopes: tuple[float, ...] | None,
+    window: int | None,
+    bias: Tensor | None,
+) -> None:
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if not q.ndim == k.ndim == v.ndim == 4 or k.shape[:3] != v.shape[:3]:
+        raise ValueError(f"attention wants q [B,H,Tq,D], k [B,KV,Tk,D], v [B,KV,Tk,Dv]: {shapes}")
+    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or q.shape[1] % max(k.shape[1], 1):
+        raise ValueError(f"batch, head width or head counts do not fit: {shapes}")
+    if q.shape[2] > k.shape[2]:
+        raise ValueError(f"the queries must be the last of the keys' positions: {shapes}")
+    if not q.dtype == k.dtype == v.dtype:
+        # A cast would hide that a cache was filled in another precision.
+        raise ValueError(f"dtypes differ: q {q.dtype}, k {k.dtype}, v {v.dtype}")
+    if not q.device == k.device == v.device:
+        raise ValueError(f"devices differ: q {q.device}, k {k.device}, v {v.device}")
+    if slopes is not None and len(slopes) != q.shape[1]:
+        raise ValueError(f"{len(slopes)} slopes for {q.shape[1]} heads")
+    if window is not None and window < 1:
+        raise ValueError(f"a window of {window} keys")
+    if bias is not None and (bias.ndim != 2 or bias.shape[0] != q.shape[1] or not bias.shape[1]):
+        raise ValueError(f"bias {tuple(bias.shape)} is not [{q.shape[1]}, N]")

@@ -1,0 +1,90 @@
+"""Attention in plain torch operations: slower, and able to do everything that can be asked."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+# Scores held at once: 64 MiB in fp32.
+SCORES_AT_ONCE = 1 << 24
+
+
+def exact_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slopes: tuple[float, ...] | None,
+    window: int | None,
+    bias: Tensor | None,
+) -> Tensor:
+    """Attention of `attention.attention`, in query chunks, with fp32 (or fp64) scores and softmax.
+
+    Memory is that of one chunk of queries against all keys; with gradients, chunks behind the
+    first are computed again in the backward pass.
+
+    Args:
+        q: [B, H, Tq, D], not empty.
+        k: [B, KV, Tk, D].
+        v: [B, KV, Tk, Dv].
+        slopes: H slopes or None.
+        window: keys that a query sees, or None.
+        bias: [H, N] by distance, or None.
+
+    Returns:
+        [B, H, Tq, Dv].
+    """
+    offset = k.shape[2] - q.shape[2]
+    reach = k.shape[2] if window is None else min(window + 1024, k.shape[2])
+    chunk = min(1024, max(16, SCORES_AT_ONCE // (q.shape[0] * q.shape[1] * reach)))
+    outputs = []
+    for first in range(0, q.shape[2], chunk):
+        end = min(first + chunk, q.shape[2])
+        low = 0 if window is None else max(0, offset + first - window + 1)
+        part = (
+            q[:, :, first:end],
+            k[:, :, low : offset + end],
+            v[:, :, low : offset + end],
+            slopes,
+            window,
+            bias,
+        )
+        if torch.is_grad_enabled() and q.shape[2] > chunk:
+            outputs.append(checkpoint(_one_chunk, *part, use_reentrant=False))
+        else:
+            outputs.append(_one_chunk(*part))
+    joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+    return joined.transpose(1, 2)
+
+
+def _one_chunk(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slopes: tuple[float, ...] | None,
+    window: int | None,
+    bias: Tensor | None,
+) -> Tensor:
+    """The last q.shape[2] of the positions of k as [B, c, H, Dv]."""
+    batch, heads, num_queries, width = q.shape
+    kv_heads, num_keys = k.shape[1], k.shape[2]
+    compute = torch.float64 if q.dtype == torch.float64 else torch.float32
+    # Heads of a group share their keys: one product for all of them.
+    grouped = (q.to(compute) * (1 / math.sqrt(width))).reshape(batch, kv_heads, -1, width)
+    scores = (grouped @ k.to(compute).transpose(-1, -2)).view(batch, heads, num_queries, num_keys)
+    positions = torch.arange(num_keys, device=q.device)
+    distances = positions[num_keys - num_queries :, None] - positions
+    if slopes is not None:
+        exact_slopes = torch.tensor(slopes, dtype=torch.float64, device=q.device)
+        steepness = exact_slopes.view(-1, 1, 1).to(compute)
+        scores = scores - steepness * distances.to(compute)
+    if bias is not None:
+        scores = scores + bias.to(compute)[:, distances.clamp(0, bias.shape[1] - 1)]
+    hidden = distances < 0
+    if window is not None:
+        hidden = hidden | (distances >= window)
+    weights = scores.masked_fill(hidden, -math.inf).softmax(dim=-1)
+    mixed = weights.view(batch, kv_heads, -1, num_keys) @ v.to(compute)
+    return mixed.view(batch, heads, num_queries, -1).transpose(1, 2).to(q.dtype)

@@ -1,0 +1,195 @@
+"""ALiBi on torch's fused CPU attention kernel, forward and backward.
+
+Softmax ignores a constant of a row, so the bias -m(i - j) may be given by key alone, as m(j - z)
+for any z: a [1, H, 1, T] tensor. Its rounding in fp32 grows with the distance from z, so queries
+go in chunks of at most `QUERY_CHUNK`, each with z at its own last position. A chunk behind the
+first needs its own keys causally and all keys before it without a mask; the two results are
+merged by their log-sum-exp. In the backward pass each block is given the merged output and
+log-sum-exp, from which the kernel finds the true probabilities exp(score - lse) (as in ring
+attention, Liu et al. 2023).
+
+The kernel is called by its private name, because the public function falls back to other kernels
+without a word.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+QUERY_CHUNK = 1024
+
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, slopes: tuple[float, ...] | None) -> Tensor:
+    """Attention of `attention.attention` without window and learned bias.
+
+    Args:
+        q: [B, H, Tq, D], not empty, on the CPU, in fp32, bf16 or fp16.
+        k, v: [B, KV, Tk, D].
+        slopes: H slopes or None.
+
+    Returns:
+        [B, H, Tq, D].
+    """
+    # The kernel reads its inputs as if neighbours in the last dimension were so in memory.
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    tracked = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    if tracked:
+        return _Flash.apply(q, k, v, slopes)
+    outputs = [part[0] for part in _chunks_forward(q, k, v, slopes)]
+    return outputs[0] if len(outputs) == 1 else _join(q, outputs)
+
+
+def key_bias(slopes: tuple[float, ...] | None, num_keys: int) -> Tensor | None:
+    """m_h (j - (num_keys - 1)) for j < num_keys as [1, H, 1, num_keys] fp32, a view of a cache."""
+    if slopes is None:
+        return None
+    # Powers of two, so that decoding token by token does not make a table for every length.
+    capacity = max(256, 1 << (num_keys - 1).bit_length())
+    return _bias_table(slopes, capacity)[..., capacity - num_keys :]
+
+
+@lru_cache(maxsize=8)
+def _bias_table(slopes: tuple[float, ...], capacity: int) -> Tensor:
+    # A tensor first made in inference mode could not be used in a later training step.
+    with torch.inference_mode(False), torch.no_grad():
+        distances = torch.arange(capacity - 1, -1, -1, dtype=torch.float64, device="cpu")
+        heads = torch.tensor(slopes, dtype=torch.float64, device="cpu").view(1, -1, 1, 1)
+        return (-heads * distances).to(torch.float32)
+
+
+def _blocks(start: int, stop: int) -> list[tuple[int, int, bool]]:
+    """Key blocks (first, end, causal) that the queries at positions [start, stop) need."""
+    if stop - start == 1:
+        return [(0, stop, False)]
+    if start == 0:
+        return [(0, stop, True)]
+    return [(0, start, False), (start, stop, True)]
+
+
+def _chunks(num_queries: int) -> list[tuple[int, int]]:
+    return [
+        (start, min(start + QUERY_CHUNK, num_queries))
+        for start in range(0, num_queries, QUERY_CHUNK)
+    ]
+
+
+def _chunks_forward(
+    q: Tensor, k: Tensor, v: Tensor, slopes: tuple[float, ...] | None
+) -> list[tuple[Tensor, Tensor]]:
+    """Output [B, H, c, D] and log-sum-exp [B, H, c] of each query chunk."""
+    offset = k.shape[2] - q.shape[2]
+    results = []
+    for first, end in _chunks(q.shape[2]):
+        bias = key_bias(slopes, offset + end)
+        queries = q[:, :, first:end]
+        merged: tuple[Tensor, Tensor] | None = None
+        for start, stop, causal in _blocks(offset + first, offset + end):
+            part = _forward(
+                queries,
+                k[:, :, start:stop],
+                v[:, :, start:stop],
+                0.0,
+                causal,
+                attn_mask=None if bias is None else bias[..., start:stop],
+            )
+            merged = part if merged is None else _merge(merged, part)
+        assert merged is not None
+        results.append(merged)
+    return results
+
+
+def _merge(past: tuple[Tensor, Tensor], near: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    (past_output, past_lse), (near_output, near_lse) = past, near
+    # The share of the near keys from the difference: an error of the sum would not cancel.
+    share = torch.sigmoid(near_lse - past_lse).unsqueeze(-1)
+    output = torch.lerp(past_output.float(), near_output.float(), share)
+    return output.to(near_output.dtype), torch.logaddexp(past_lse, near_lse)
+
+
+def _join(q: Tensor, outputs: list[Tensor]) -> Tensor:
+    """Chunks [B, H, c, D] as one [B, H, Tq, D] whose memory lies as [B, Tq, H, D]."""
+    return torch.cat([output.transpose(1, 2) for output in outputs], dim=1).transpose(1, 2)
+
+
+class _Flash(torch.autograd.Function):
+    """The chunked kernel with the backward pass of the whole row."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, slopes: tuple[float, ...] | None
+    ) -> Tensor:
+        outputs, logsumexps = zip(*_chunks_forward(q, k, v, slopes), strict=True)
+        output = outputs[0] if len(outputs) == 1 else _join(q, list(outputs))
+        ctx.slopes = slopes
+        ctx.save_for_backward(q, k, v, output, *logsumexps)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        q, k, v, output, *logsumexps = ctx.saved_tensors
+        if grad.stride(-1) != 1:
+            grad = grad.contiguous()
+        groups = q.shape[1] // k.shape[1]
+        if groups > 1 and q.dtype != torch.float32:
+            # The kernel would add up the heads of a group in 16 bits.
+            k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
+            dq, dk, dv = _chunks_backward(grad, q, k, v, output, logsumexps, ctx.slopes)
+            dk, dv = (
+                x.unflatten(1, (-1, groups)).sum(2, dtype=torch.float32).to(q.dtype)
+                for x in (dk, dv)
+            )
+        else:
+            dq, dk, dv = _chunks_backward(grad, q, k, v, output, logsumexps, ctx.slopes)
+        return dq, dk, dv, None
+
+
+def _chunks_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    output: Tensor,
+    logsumexps: list[Tensor],
+    slopes: tuple[float, ...] | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v. Sums over blocks are fp32, rounded once at the end."""
+    offset = k.shape[2] - q.shape[2]
+    chunks = _chunks(q.shape[2])
+    single = len(chunks) == 1 and len(_blocks(offset, k.shape[2])) == 1
+    dqs: list[Tensor] = []
+    dk = dv = grad
+    if not single:
+        dk = torch.zeros(k.shape, dtype=torch.float32, device=k.device)
+        dv = torch.zeros(v.shape, dtype=torch.float32, device=v.device)
+    for (first, end), lse in zip(chunks, logsumexps, strict=True):
+        bias = key_bias(slopes, offset + end)
+        dq: Tensor | None = None
+        for start, stop, causal in _blocks(offset + first, offset + end):
+            part_q, part_k, part_v = _backward(
+                grad[:, :, first:end],
+                q[:, :, first:end],
+                k[:, :, start:stop],
+                v[:, :, start:stop],
+                output[:, :, first:end],
+                lse,
+                0.0,
+                causal,
+                attn_mask=None if bias is None else bias[..., start:stop],
+            )
+            if single:
+                return part_q, part_k, part_v
+            dk[:, :, start:stop] += part_k
+            dv[:, :, start:stop] += part_v
+            dq = part_q if dq is None else dq.float() + part_q
+        assert dq is not None
+        dqs.append(dq.to(q.dtype))
+    return dqs[0] if len(dqs) == 1 else _join(q, dqs), dk.to(k.dtype), dv.to(v.dtype)

@@ -1,0 +1,182 @@
+"""Embedding, Block and Head: one tensor in, one tensor out.
+
+The parameters are left unset here; `initial.initialise` draws them.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from alibi_lm.errors import ConfigError, Problem
+from alibi_lm.model.attention import attention
+from alibi_lm.model.cache import LayerCache
+from alibi_lm.model.config import ModelConfig
+from alibi_lm.model.positions import (
+    NUM_BUCKETS,
+    check_learned,
+    relative_buckets,
+    rotate,
+    sinusoidal,
+)
+from alibi_lm.model.slopes import alibi_slopes
+
+LAYER_NORM_EPSILON = 1e-5
+
+
+def layers(config: ModelConfig) -> list[partial[nn.Module]]:
+    """Makers of the layers, first to last: Embedding, the Blocks, Head."""
+    kinds: list[type[nn.Module]] = [Embedding, *[Block] * config.num_layers, Head]
+    return [partial(kind, config) for kind in kinds]
+
+
+class Linear(nn.Linear):
+    """A linear layer whose parameters are drawn later, by their names."""
+
+    def reset_parameters(self) -> None:
+        """Leave the parameters unset."""
+
+
+def _layer_norm(config: ModelConfig) -> nn.LayerNorm:
+    bias = config.shape == "bloom"
+    return nn.LayerNorm(config.hidden_size, eps=LAYER_NORM_EPSILON, bias=bias)
+
+
+def vocab_size(config: ModelConfig) -> int:
+    """The vocabulary's size.
+
+    Raises:
+        ConfigError: it is not set.
+    """
+    if config.vocab_size is None:
+        fix = "set it, or let the data's tokenizer do so"
+        raise ConfigError(Problem("model.vocab_size", None, "is needed to make a model", fix))
+    return config.vocab_size
+
+
+class Embedding(nn.Module):
+    """Token ids to the residual stream; also the output matrix of a tied model."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.weight = nn.Parameter(torch.empty(vocab_size(config), config.hidden_size))
+        if config.shape == "bloom":
+            self.norm = _layer_norm(config)
+        if config.position == "learned":
+            assert config.max_positions is not None
+            self.position = nn.Parameter(torch.empty(config.max_positions, config.hidden_size))
+
+    def forward(self, tokens: Tensor, start: int = 0) -> Tensor:
+        """tokens [B, T] int64, the first at position `start`, to [B, T, hidden_size].
+
+        Raises:
+            ConfigError: a learned table has no row for a position.
+        """
+        hidden = F.embedding(tokens, self.weight)
+        if self.config.position == "sinusoidal":
+            # Scaled by sqrt(width), so that the table does not drown the tokens (Vaswani et al.
+            # 2017, section 3.4).
+            table = sinusoidal(start, tokens.shape[1], self.config.hidden_size, tokens.device)
+            hidden = hidden * math.sqrt(self.config.hidden_size) + table.to(hidden.dtype)
+        elif self.config.position == "learned":
+            stop = start + tokens.shape[1]
+            check_learned(stop, self.config.max_positions or 0)
+            hidden = hidden + self.position[start:stop]
+        return self.norm(hidden) if self.config.shape == "bloom" else hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The tied output layer: normed [..., hidden_size] to [..., vocab_size]."""
+        return F.linear(hidden, self.weight)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with the config's positions, window and key/value heads."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        bias = config.shape == "bloom"
+        self.widths = [
+            heads * config.head_dim
+            for heads in (config.num_heads, config.kv_heads, config.kv_heads)
+        ]
+        self.slopes = alibi_slopes(config.num_heads) if config.position == "alibi" else None
+        self.qkv = Linear(config.hidden_size, sum(self.widths), bias=bias)
+        self.output = Linear(config.hidden_size, config.hidden_size, bias=bias)
+        if config.position == "t5":
+            self.relative_bias = nn.Parameter(torch.empty(NUM_BUCKETS, config.num_heads))
+
+    def forward(self, hidden: Tensor, cache: LayerCache | None = None) -> Tensor:
+        """hidden [B, T, hidden_size] to the same; the tokens follow those in the cache."""
+        # [B, heads, T, D] views of one product: the kernel reads them where they lie.
+        q, k, v = (
+            part.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
+            for part in self.qkv(hidden).split(self.widths, dim=-1)
+        )
+        if self.config.position == "rotary":
+            start = 0 if cache is None else cache.length
+            q, k = rotate(q, start), rotate(k, start)
+        if cache is not None:
+            k, v = cache.append(k, v)
+        bias = None
+        if self.config.position == "t5":
+            bias = self.relative_bias[relative_buckets(hidden.device)].T
+        mixed = attention(q, k, v, slopes=self.slopes, window=self.config.window, bias=bias)
+        return self.output(mixed.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    """Two linear layers around a GELU, four times as wide."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        bias = config.shape == "bloom"
+        self.approximate = "tanh" if config.shape == "bloom" else "none"
+        self.up = Linear(config.hidden_size, 4 * config.hidden_size, bias=bias)
+        self.down = Linear(4 * config.hidden_size, config.hidden_size, bias=bias)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[B, T, hidden_size] to the same."""
+        return self.down(F.gelu(self.up(hidden), approximate=self.approximate))
+
+
+class Block(nn.Module):
+    """A pre-LayerNorm transformer block."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.attention_norm = _layer_norm(config)
+        self.attention = Attention(config)
+        self.mlp_norm = _layer_norm(config)
+        self.mlp = MLP(config)
+
+    def forward(self, hidden: Tensor, cache: LayerCache | None = None) -> Tensor:
+        """hidden [B, T, hidden_size] to the same; the tokens follow those in the cache."""
+        hidden = hidden + self.attention(self.attention_norm(hidden), cache)
+        return hidden + self.mlp(self.mlp_norm(hidden))
+
+
+class Head(nn.Module):
+    """The final norm and, where the embeddings are not tied, the output matrix."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.norm = _layer_norm(config)
+        if not config.tied_embeddings:
+            self.weight = nn.Parameter(torch.empty(vocab_size(config), config.hidden_size))
+        self.tied = config.tied_embeddings
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[..., hidden_size] to logits [..., vocab_size], or, tied, to what `Embedding.logits`
+        makes logits of."""
+        normed = self.norm(hidden)
+        return normed if self.tied else self.logits(normed)
+
+    def logits(self, normed: Tensor) -> Tensor:
+        """The untied output layer: normed [..., hidden_size] to [..., vocab_size]."""
+        return F.linear(normed, self.weight)

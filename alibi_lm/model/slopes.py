@@ -1,0 +1,51 @@
+"""The slopes of ALiBi: one number a head, fixed, exact in double precision.
+
+Source: Press, Smith, Lewis, "Train Short, Test Long" (2022), section 3 and the authors' code.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+
+@lru_cache(maxsize=64)
+def alibi_slopes(num_heads: int) -> tuple[float, ...]:
+    """The paper's slopes for any number of heads, in head order.
+
+    For n a power of two, m_h = 2^(-8h/n), h = 1..n. Otherwise, with c the largest power of two
+    below n: the c slopes, then the first n - c of every second slope of the 2c schedule.
+
+    The score of a query at i and a key at j <= i is q.k/sqrt(head_dim) - m_h (i - j): the slope
+    is not scaled by 1/sqrt(head_dim).
+
+    Raises:
+        ValueError: fewer than one head.
+    """
+    if num_heads < 1:
+        raise ValueError(f"ALiBi needs at least one head, not {num_heads}")
+    power = 1 << (num_heads.bit_length() - 1)
+    slopes = _geometric(power)
+    if power < num_heads:
+        slopes += _geometric(2 * power)[::2][: num_heads - power]
+    return tuple(slopes)
+
+
+def _geometric(num_heads: int) -> list[float]:
+    return [2.0 ** (-8.0 * head / num_heads) for head in range(1, num_heads + 1)]
+
+
+def slice_slopes(slopes: tuple[float, ...], rank: int, size: int) -> tuple[float, ...]:
+    """The slopes of the heads that `rank` of `size` tensor-parallel ranks holds.
+
+    They are a contiguous slice of the whole model's schedule. A schedule made anew for the local
+    head count would be another model.
+
+    Raises:
+        ValueError: the heads do not divide by `size`, or there is no such rank.
+    """
+    if size < 1 or len(slopes) % size:
+        raise ValueError(f"{len(slopes)} heads do not divide over {size} ranks")
+    if not 0 <= rank < size:
+        raise ValueError(f"there is no rank {rank} of {size}")
+    share = len(slopes) // size
+    return slopes[rank * share : (rank + 1) * share]
