@@ -1,0 +1,78 @@
+"""A token file as one stream, with exactly one end-of-sequence token after each document."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from alibi_lm.data.indexed import TokenFile
+
+_CHUNK = 1 << 20
+
+
+class TokenStream:
+    """All documents of a token file one after another, each ended by one eos.
+
+    Files of other frameworks may have been written without end-of-sequence tokens, in all or in
+    some documents. Where a document does not end in `eos_id`, the stream has one after it that
+    the file has not; the file's own are not doubled. An empty document adds nothing.
+
+    Attributes:
+        num_tokens: tokens of the stream, inserted ones included.
+        num_inserted: how many ends the file did not have.
+    """
+
+    def __init__(self, file: TokenFile, eos_id: int | None) -> None:
+        """
+        Args:
+            file: the token file.
+            eos_id: the token that ends a document; None leaves the file's tokens as they are.
+        """
+        self.file = file
+        self.eos_id = eos_id
+        self.num_inserted = 0
+        self._file_starts: NDArray[np.int64] | None = None
+        if eos_id is not None:
+            self._find_missing_ends(eos_id)
+        self.num_tokens = file.num_tokens + self.num_inserted
+
+    def _find_missing_ends(self, eos_id: int) -> None:
+        starts = self.file.document_starts
+        missing = np.zeros(len(starts) - 1, bool)
+        for first in range(0, len(missing), _CHUNK):
+            ends = starts[first + 1 : first + 1 + _CHUNK]
+            filled = ends > starts[first : first + len(ends)]
+            missing[first : first + len(ends)][filled] = (
+                self.file.tokens_at(ends[filled] - 1) != eos_id
+            )
+        self.num_inserted = int(missing.sum())
+        if self.num_inserted:
+            self._file_starts = starts
+            self._stream_starts = starts + np.concatenate(([0], np.cumsum(missing)))
+
+    def read(self, start: int, stop: int) -> NDArray[Any]:
+        """[stop - start] int64 tokens of the stream from `start` on."""
+        if not 0 <= start <= stop <= self.num_tokens:
+            raise IndexError(f"tokens {start} to {stop} of {self.num_tokens}")
+        if self._file_starts is None:
+            return self.file.read(start, stop).astype(np.int64)
+        # A stream position belongs to an inserted eos where it is the last of its document and
+        # the document is one token longer in the stream than in the file.
+        first, last = np.searchsorted(self._stream_starts, [start, stop], side="right") - 1
+        pieces = []
+        for document in range(int(first), min(int(last) + 1, self.file.num_documents)):
+            stream_start = int(self._stream_starts[document])
+            begin = max(start, stream_start) - stream_start
+            end = min(stop, int(self._stream_starts[document + 1])) - stream_start
+            file_start = int(self._file_starts[document])
+            length = int(self._file_starts[document + 1]) - file_start
+            pieces.append(
+                self.file.read(
+                    file_start + min(begin, length), file_start + min(end, length)
+                ).astype(np.int64)
+            )
+            if end > length:
+                pieces.append(np.array([self.eos_id], np.int64))
+        return np.concatenate(pieces) if pieces else np.empty(0, np.int64)
