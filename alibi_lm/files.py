@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 
-
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside `path`; on success it is synced and renamed over `path`.

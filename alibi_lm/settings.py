@@ -181,9 +181,7 @@ def _convert(kind: Any, raw: Any, key: str, problems: list[Problem]) -> Any:
         if not isinstance(raw, list):
             problems.append(Problem(key, raw, "is not a list", "write [a, b]"))
             return None
-        return [
-            _convert(arguments[0], item, f"{key}.{i}", problems) for i, item in enumerate(raw)
-        ]
+        return [_convert(arguments[0], item, f"{key}.{i}", problems) for i, item in enumerate(raw)]
     if origin is dict or kind is dict:
         if not isinstance(raw, Mapping):
             problems.append(Problem(key, raw, "is not a mapping", "write key: value lines"))

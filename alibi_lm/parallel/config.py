@@ -22,6 +22,9 @@ class ParallelConfig:
         for name in ("tp", "pp"):
             value = getattr(self, name)
             if value != 1:
-                yield Problem(f"{key}{name}", value,
-                              "this version splits the data and, by ZeRO, the states only",
-                              f"set {key}{name}=1 and a zero_optimization stage")  # fmt: skip
+                yield Problem(
+                    f"{key}{name}",
+                    value,
+                    "this version splits the data and, by ZeRO, the states only",
+                    f"set {key}{name}=1 and a zero_optimization stage",
+                )

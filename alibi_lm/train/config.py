@@ -46,7 +46,7 @@ class TrainConfig:
     min_learning_rate: float = 0.0
     """Learning rate at the end of the decay."""
     schedule: Schedule = "cosine"
-    """Shape after the warm-up: cosine, linear, inverse_sqrt, constant or wsd (stable, then decay)."""
+    """After the warm-up: cosine, linear, inverse_sqrt, constant, or wsd (stable, then decay)."""
     warmup_steps: int = 0
     """Steps over which the learning rate rises linearly from 0."""
     decay_steps: int | None = None
@@ -83,10 +83,19 @@ class TrainConfig:
 
     def problems(self, key: str) -> Iterator[Problem]:
         """The rules of this section that are broken."""
-        at_least_one = ("sequence_length", "num_steps", "micro_batch_size", "global_batch_size",
-                        "gradient_accumulation_steps", "log_interval", "checkpoint_interval",
-                        "keep_last", "keep_every", "validation_interval",
-                        "validation_tokens")  # fmt: skip
+        at_least_one = (
+            "sequence_length",
+            "num_steps",
+            "micro_batch_size",
+            "global_batch_size",
+            "gradient_accumulation_steps",
+            "log_interval",
+            "checkpoint_interval",
+            "keep_last",
+            "keep_every",
+            "validation_interval",
+            "validation_tokens",
+        )
         for name in at_least_one:
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -96,32 +105,52 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 yield Problem(f"{key}{name}", value, "is not positive", "give a positive number")
-        for name in ("min_learning_rate", "warmup_steps", "decay_steps", "weight_decay",
-                     "gradient_clipping", "seed"):  # fmt: skip
+        for name in (
+            "min_learning_rate",
+            "warmup_steps",
+            "decay_steps",
+            "weight_decay",
+            "gradient_clipping",
+            "seed",
+        ):
             value = getattr(self, name)
             if value is not None and value < 0:
                 yield Problem(f"{key}{name}", value, "is negative", "give 0 or more")
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
-                yield Problem(f"{key}{name}", getattr(self, name), "is not in [0, 1)",
-                              "give for example 0.9")  # fmt: skip
+                yield Problem(
+                    f"{key}{name}", getattr(self, name), "is not in [0, 1)", "give for example 0.9"
+                )
         yield from self._relations(key)
 
     def _relations(self, key: str) -> Iterator[Problem]:
         if self.min_learning_rate > self.learning_rate:
-            yield Problem(f"{key}min_learning_rate", self.min_learning_rate,
-                          f"is above {key}learning_rate = {self.learning_rate}",
-                          "lower it")  # fmt: skip
+            yield Problem(
+                f"{key}min_learning_rate",
+                self.min_learning_rate,
+                f"is above {key}learning_rate = {self.learning_rate}",
+                "lower it",
+            )
         if self.decay_steps is not None and self.schedule != "wsd":
-            yield Problem(f"{key}decay_steps", self.decay_steps,
-                          "only schedule: wsd has a separate decay", "leave it out")  # fmt: skip
+            yield Problem(
+                f"{key}decay_steps",
+                self.decay_steps,
+                "only schedule: wsd has a separate decay",
+                "leave it out",
+            )
         if self.warmup_steps + (self.decay_steps or 0) > self.num_steps:
-            yield Problem(f"{key}warmup_steps", self.warmup_steps,
-                          f"warm-up and decay are longer than {key}num_steps = {self.num_steps}",
-                          "shorten them")  # fmt: skip
+            yield Problem(
+                f"{key}warmup_steps",
+                self.warmup_steps,
+                f"warm-up and decay are longer than {key}num_steps = {self.num_steps}",
+                "shorten them",
+            )
         for multiple in self.validation_multiples:
             length = multiple * self.sequence_length
             if length < 1 or length != int(length):
-                yield Problem(f"{key}validation_multiples", multiple,
-                              f"times {self.sequence_length} tokens is not a length",
-                              "give multiples that make whole lengths")  # fmt: skip
+                yield Problem(
+                    f"{key}validation_multiples",
+                    multiple,
+                    f"times {self.sequence_length} tokens is not a length",
+                    "give multiples that make whole lengths",
+                )

@@ -1,0 +1,98 @@
+"""One checkpoint of a run, opened for reading: evals, generation, export and `init_from`."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from alibi_lm.checkpoint.folder import (
+    CONFIG,
+    META,
+    TOKENIZER,
+    read_meta,
+    resolve_step,
+    step_name,
+    verify,
+)
+from alibi_lm.checkpoint.fragments import FragmentReader
+from alibi_lm.config import Config, load_config
+from alibi_lm.data.tokenizer import Tokenizer, load_tokenizer
+from alibi_lm.model.decoder import Decoder
+
+
+@dataclass(frozen=True)
+class Step:
+    """A complete checkpoint. Make one with `open_run`."""
+
+    folder: Path
+    meta: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return int(self.meta["step"])
+
+    @property
+    def run_folder(self) -> Path:
+        """The run that the checkpoint belongs to; the step folder itself where it stands alone."""
+        parent = self.folder.parent
+        return parent.parent if parent.name == "checkpoints" else self.folder
+
+    @property
+    def evals_folder(self) -> Path:
+        """Where this step's evals are written."""
+        return self.run_folder / "evals" / step_name(self.step)
+
+    @property
+    def hf_folder(self) -> Path:
+        """Where this step is exported by default."""
+        return self.run_folder / "hf" / step_name(self.step)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of meta.json, which itself holds the digest of every file."""
+        return hashlib.sha256((self.folder / META).read_bytes()).hexdigest()
+
+    @cached_property
+    def config(self) -> Config:
+        """The run's resolved config."""
+        return load_config(self.folder / CONFIG)
+
+    def tokenizer(self) -> Tokenizer | None:
+        """The run's tokenizer, or None where it was trained without one."""
+        path = self.folder / TOKENIZER
+        return load_tokenizer(path) if path.is_dir() else None
+
+    def reader(self) -> FragmentReader:
+        """The stored states, to be used as a context manager."""
+        return FragmentReader(self.folder, self.meta)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The fp32 weights by canonical parameter name."""
+        with self.reader() as reader:
+            return dict(reader.tensors())
+
+    def decoder(self, dtype: torch.dtype = torch.float32) -> Decoder:
+        """The model with this step's weights in `dtype`, in evaluation mode."""
+        with torch.device("meta"):
+            decoder = Decoder(self.config.model, seed=None)
+        decoder = decoder.to_empty(device="cpu")
+        decoder.load_state_dict(self.weights())
+        return decoder.to(dtype).eval()
+
+
+def open_run(path: str | Path, *, check: bool = True) -> Step:
+    """Open a run folder's newest complete step, or a step folder.
+
+    `check` compares every file with its sha256 first.
+
+    Raises:
+        CheckpointError: there is no complete checkpoint, or a file of it is damaged.
+    """
+    folder = resolve_step(Path(path))
+    return Step(folder, verify(folder) if check else read_meta(folder))

@@ -1,0 +1,242 @@
+"""The `alibi-lm` command."""
+
+from __future__ import annotations
+
+import errno
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from alibi_lm import __version__
+from alibi_lm.console import console
+from alibi_lm.errors import EXIT_USER_ERROR, UserError
+
+OVERRIDES = click.argument("overrides", nargs=-1, metavar="[section.key=value]...")
+RUN = click.argument("run", type=click.Path(path_type=Path))
+
+
+class _Commands(click.Group):
+    """Lists commands in the order a user meets them; turns user errors into one line."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except UserError as error:
+            console.error(str(error))
+            ctx.exit(error.exit_code)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES):
+                raise
+            where = error.filename or "the output"
+            console.error(f"{where}: cannot be written ({error.strerror}); make room or move it")
+            ctx.exit(EXIT_USER_ERROR)
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="alibi-lm")
+def main() -> None:
+    """Pretrain ALiBi language models, judge them on long contexts, export them.
+
+    Exit codes: 0 done, 2 a mistake to mend (one line says which), 3 a loss that is not finite.
+    """
+
+
+@main.command()
+@click.argument("recipe", type=click.Path(path_type=Path))
+@OVERRIDES
+@click.option("--overwrite", is_flag=True, help="Replace an output made by another recipe.")
+def prepare(recipe: Path, overrides: Sequence[str], overwrite: bool) -> None:
+    """Turn the corpora of RECIPE (YAML) into a tokenizer and token files."""
+    from alibi_lm.data.prepare import prepare as run_prepare
+    from alibi_lm.data.prepare import read_recipe
+
+    run_prepare(read_recipe(recipe, overrides), overwrite=overwrite)
+
+
+@main.command(context_settings={"ignore_unknown_options": True})
+@click.argument("config", type=click.Path(path_type=Path))
+@OVERRIDES
+@click.option("--num-ranks", default=1, show_default=True, help="Ranks on this machine.")
+def train(config: Path, overrides: Sequence[str], num_ranks: int) -> None:
+    """Start or resume the run of CONFIG (YAML) on this machine.
+
+    Several ranks run under the deepspeed launcher; for several machines, call
+    `deepspeed --hostfile ... launch/pretrain.py CONFIG` yourself.
+    """
+    from alibi_lm.train.entry import main as run_train
+
+    arguments = [str(config), *overrides]
+    if num_ranks == 1:
+        sys.exit(run_train(arguments))
+    launcher = Path(sys.executable).with_name("deepspeed")
+    command = [sys.executable, str(launcher), "--num_gpus", str(num_ranks), "--module"]
+    sys.exit(subprocess.call([*command, "alibi_lm.train.entry", *arguments]))
+
+
+@main.group()
+def eval() -> None:
+    """Judge a run's checkpoint (the newest, or a step folder) on long contexts."""
+
+
+SUITE = click.option("--suite", type=click.Path(path_type=Path), help="YAML with eval settings.")
+FORCE = click.option("--force", is_flag=True, help="Run again even if the result is there.")
+
+
+@eval.command()
+@RUN
+@OVERRIDES
+@SUITE
+@FORCE
+def perplexity(run: Path, overrides: Sequence[str], suite: Path | None, force: bool) -> None:
+    """Perplexity by length, over the same tokens at every length."""
+    from alibi_lm.checkpoint.step import open_run
+    from alibi_lm.evals.perplexity import evaluate
+    from alibi_lm.evals.suite import read_suite
+
+    evaluate(open_run(run), read_suite(suite, overrides).perplexity, force=force)
+
+
+@eval.command()
+@RUN
+@OVERRIDES
+@SUITE
+@FORCE
+def needle(run: Path, overrides: Sequence[str], suite: Path | None, force: bool) -> None:
+    """Needle in a haystack, depth by length."""
+    from alibi_lm.checkpoint.step import open_run
+    from alibi_lm.evals.needle import evaluate
+    from alibi_lm.evals.suite import read_suite
+
+    evaluate(open_run(run), read_suite(suite, overrides).needle, force=force)
+
+
+@main.command()
+@RUN
+@click.argument("out", type=click.Path(path_type=Path), required=False)
+@click.option(
+    "--dtype",
+    type=click.Choice(["fp32", "bf16", "fp16"]),
+    default="fp32",
+    show_default=True,
+    help="Precision of the exported weights.",
+)
+@click.option(
+    "--format",
+    "layout",
+    type=click.Choice(["mpt", "bloom"]),
+    help="Hugging Face class; by default the one that the model's shape fits.",
+)
+def export(run: Path, out: Path | None, dtype: str, layout: str | None) -> None:
+    """Write RUN as a Hugging Face folder, reload it, and compare its logits.
+
+    OUT is by default RUN/hf/step_XXXXXXXX.
+    """
+    from alibi_lm.checkpoint.step import open_run
+    from alibi_lm.hf.export import export as run_export
+
+    step = open_run(run)
+    run_export(step, out or step.hf_folder, dtype=dtype, format=layout)
+
+
+@main.command()
+@RUN
+@click.option("--prompt", "-p", required=True, help="Text to go on from.")
+@click.option("--max-new-tokens", default=64, show_default=True, help="Tokens to add at most.")
+@click.option("--temperature", default=0.0, show_default=True, help="0 takes the likeliest token.")
+@click.option("--top-k", type=int, help="Sample from the k likeliest tokens.")
+@click.option("--top-p", type=float, help="Sample from the likeliest tokens of this total share.")
+@click.option("--seed", default=0, show_default=True, help="Seed of the sampling.")
+def generate(
+    run: Path,
+    prompt: str,
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    seed: int,
+) -> None:
+    """Let RUN's model go on from a prompt."""
+    from alibi_lm.checkpoint.step import open_run
+    from alibi_lm.errors import CheckpointError, Problem
+    from alibi_lm.model.generation import generate as run_generate
+
+    step = open_run(run)
+    tokenizer = step.tokenizer()
+    if tokenizer is None:
+        rule = "has no tokenizer"
+        raise CheckpointError(
+            Problem(str(step.folder), None, rule, "train with data.tokenizer set")
+        )
+    ids = tokenizer.encode(prompt) or [tokenizer.eos_id]
+    tokens = run_generate(
+        step.decoder(),
+        [ids],
+        max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        eos_id=tokenizer.eos_id,
+    )
+    console.say(prompt + tokenizer.decode([t for t in tokens[0] if t != tokenizer.eos_id]))
+
+
+@main.command()
+@RUN
+def report(run: Path) -> None:
+    """Write RUN's evals as one HTML page and print their summary."""
+    from alibi_lm.checkpoint.step import open_run
+    from alibi_lm.evals.report import summary_lines, write_report
+
+    step = open_run(run)
+    write_report(step)
+    for line in summary_lines(step):
+        console.say(line)
+
+
+@main.group()
+def checkpoint() -> None:
+    """Look at a run's checkpoints."""
+
+
+@checkpoint.command("list")
+@RUN
+def list_checkpoints(run: Path) -> None:
+    """The complete checkpoints of RUN."""
+    from alibi_lm.checkpoint.folder import read_meta, resolve_step, step_folders
+
+    resolve_step(run)
+    for folder in step_folders(run):
+        meta = read_meta(folder)
+        size = sum(facts["bytes"] for facts in meta["files"].values()) / 2**20
+        layout = meta["layout"]
+        console.say(
+            f"{folder.name}  step {meta['step']:,}  {meta['tokens']:,} tokens  {size:,.1f} MiB  "
+            f"{layout['world_size']} ranks, ZeRO {layout['zero_stage']}  {meta['saved_at']}"
+        )
+
+
+@checkpoint.command("verify")
+@RUN
+def verify_checkpoints(run: Path) -> None:
+    """Compare every file of RUN's checkpoints (or of one step folder) with its sha256."""
+    from alibi_lm.checkpoint.folder import resolve_step, step_folders, verify
+    from alibi_lm.errors import CheckpointError
+
+    problems = []
+    newest = resolve_step(run)
+    for folder in [newest] if newest == run else step_folders(run):
+        try:
+            verify(folder)
+            console.say(f"{folder.name}  good")
+        except CheckpointError as error:
+            problems.extend(error.problems)
+    if problems:
+        raise CheckpointError(*problems)

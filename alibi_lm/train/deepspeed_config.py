@@ -1,0 +1,235 @@
+"""The DeepSpeed config of a run: our sections turned into its names, the user's block checked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from alibi_lm.config import Config
+from alibi_lm.errors import ConfigError, Problem
+from alibi_lm.settings import json_copy, nearest
+
+# What both sides need is set once, in our sections. DeepSpeed's name: our key.
+OWNED = {
+    "train_batch_size": "train.global_batch_size",
+    "train_micro_batch_size_per_gpu": "train.micro_batch_size",
+    "gradient_accumulation_steps": "train.gradient_accumulation_steps",
+    "gradient_clipping": "train.gradient_clipping",
+    "optimizer": "train.learning_rate, train.beta1, train.beta2, train.weight_decay",
+    "scheduler": "train.schedule and train.warmup_steps",
+    "steps_per_print": "train.log_interval",
+    "torch_autocast": "train.precision",
+    "data_types": "train.precision",
+    "communication_data_type": "train.precision",
+    "checkpoint": "train.checkpoint_interval and train.keep_last",
+    "tensor_parallel": "parallel.tp",
+    "pipeline": "parallel.pp",
+    "tensorboard": "the run folder's tensorboard/, which is always written",
+    "managed_gradient_accumulation": "train.gradient_accumulation_steps",
+    "data_efficiency": "data.corpora",
+}
+
+# DeepSpeed reads the keys it knows and ignores the rest without a word, so the rest is refused.
+PASSED_ON = (
+    "zero_optimization",
+    "bf16",
+    "fp16",
+    "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer",
+    "seq_parallel_communication_data_type",
+    "prescale_gradients",
+    "gradient_predivide_factor",
+    "gradient_allreduce_op",
+    "disable_allgather",
+    "disable_python_gc",
+    "dump_state",
+    "sparse_gradients",
+    "activation_checkpointing",
+    "aio",
+    "comms_logger",
+    "csv_monitor",
+    "wandb",
+    "comet",
+    "flops_profiler",
+    "wall_clock_breakdown",
+    "memory_breakdown",
+    "compile",
+    "timers",
+    "log_level",
+    "autotuning",
+    "dataloader_drop_last",
+    "hybrid_engine",
+    "weight_quantization",
+)
+
+# Top-level keys of earlier DeepSpeed releases that 0.19 no longer has.
+REMOVED = (
+    "elasticity",
+    "nebula",
+    "amp",
+    "sparse_attention",
+    "curriculum_learning",
+    "compression_training",
+)
+
+
+def deepspeed_block(config: Config) -> dict[str, Any]:
+    """The user's `deepspeed:` block, read from its JSON file where it is a path.
+
+    Raises:
+        ConfigError: the file is missing or not a JSON mapping.
+    """
+    if not isinstance(config.deepspeed, str):
+        return json_copy(config.deepspeed)
+    path = Path(config.deepspeed)
+    try:
+        block = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        problem = Problem("deepspeed", config.deepspeed, "no such file", "check the path")
+        raise ConfigError(problem) from None
+    except (OSError, ValueError) as error:
+        rule = f"is not JSON ({' '.join(str(error).split())})"
+        raise ConfigError(Problem("deepspeed", config.deepspeed, rule, "mend it")) from None
+    if not isinstance(block, dict):
+        raise ConfigError(Problem("deepspeed", config.deepspeed, "is not a mapping", "mend it"))
+    return block
+
+
+def zero_stage(block: dict[str, Any]) -> int:
+    """The ZeRO stage that a valid block asks for; 0 where it does not say."""
+    return int(block.get("zero_optimization", {}).get("stage", 0))
+
+
+def block_problems(block: dict[str, Any]) -> Iterator[Problem]:
+    """Every rule that the `deepspeed:` block breaks by itself."""
+    for key in block:
+        name = f"deepspeed.{key}"
+        if key in OWNED:
+            yield Problem(name, None, "is set once, in our sections", f"use {OWNED[key]}")
+        elif key in REMOVED:
+            yield Problem(name, None, "was removed from DeepSpeed", "take it out")
+        elif key not in PASSED_ON:
+            near = nearest(key, [*PASSED_ON, *OWNED])
+            fix = f"did you mean deepspeed.{near}?" if near else "take it out"
+            yield Problem(name, None, "is no key of DeepSpeed, which would ignore it", fix)
+    for key in ("bf16", "fp16"):
+        section = block.get(key, {})
+        if not isinstance(section, dict):
+            yield Problem(f"deepspeed.{key}", section, "is not a mapping", "write key: value")
+        elif "enabled" in section:
+            yield Problem(
+                f"deepspeed.{key}.enabled",
+                section["enabled"],
+                "is set once, in our sections",
+                "use train.precision",
+            )
+    yield from _section_problems(block)
+
+
+def _section_problems(block: dict[str, Any]) -> Iterator[Problem]:
+    # Imported here: DeepSpeed takes seconds to import, and only training needs it.
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    models = {
+        "zero_optimization": DeepSpeedZeroConfig,
+        "bf16": DeepSpeedBF16Config,
+        "fp16": DeepSpeedFP16Config,
+    }
+    for key, model in models.items():
+        section = block.get(key)
+        if section is None:
+            continue
+        if not isinstance(section, dict):
+            yield Problem(f"deepspeed.{key}", section, "is not a mapping", "write key: value")
+            continue
+        names = [*model.model_fields, *(f.alias for f in model.model_fields.values() if f.alias)]
+        try:
+            model(**section)
+        except ValidationError as error:
+            for item in error.errors():
+                path = ".".join(str(part) for part in item["loc"])
+                near = nearest(str(item["loc"][-1]), names) if item["loc"] else None
+                unknown = item["type"] == "extra_forbidden"
+                rule = "unknown key" if unknown else item["msg"]
+                fix = f"did you mean {near}?" if unknown and near else "see DeepSpeed's docs"
+                yield Problem(f"deepspeed.{key}.{path}", item["input"], rule, fix)
+
+
+def stage_problems(config: Config, block: dict[str, Any]) -> Iterator[Problem]:
+    """Whether the ZeRO stage of a valid block goes with the precision."""
+    stage, precision = zero_stage(block), config.train.precision
+    if stage == 0 and precision != "fp32":
+        yield Problem(
+            "deepspeed.zero_optimization.stage",
+            0,
+            f"keeps no fp32 gradients beside {precision} weights",
+            "use stage 1 or higher, or train.precision=fp32",
+        )
+
+
+def batch_problems(config: Config, num_data_ranks: int) -> Iterator[Problem]:
+    """Whether micro-batch, accumulation and ranks multiply to the global batch size."""
+    train = config.train
+    together = train.micro_batch_size * num_data_ranks
+    accumulation = train.gradient_accumulation_steps
+    if accumulation is None:
+        if train.global_batch_size % together:
+            yield Problem(
+                "train.global_batch_size",
+                train.global_batch_size,
+                f"is no multiple of train.micro_batch_size = {train.micro_batch_size} "
+                f"x {num_data_ranks} data-parallel ranks",
+                f"use for example {_round_up(train.global_batch_size, together)}",
+            )
+    elif together * accumulation != train.global_batch_size:
+        yield Problem(
+            "train.global_batch_size",
+            train.global_batch_size,
+            f"is not train.micro_batch_size = {train.micro_batch_size} x "
+            f"train.gradient_accumulation_steps = {accumulation} x {num_data_ranks} "
+            f"data-parallel ranks = {together * accumulation}",
+            "change one of them, or leave the accumulation out",
+        )
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def accumulation_steps(config: Config, num_data_ranks: int) -> int:
+    """Micro-batches of a step on each rank; the batch triple must have been checked."""
+    return config.train.global_batch_size // (config.train.micro_batch_size * num_data_ranks)
+
+
+def deepspeed_config(config: Config, block: dict[str, Any], num_data_ranks: int) -> dict[str, Any]:
+    """The complete dict for `deepspeed.initialize`; everything must have been checked."""
+    train = config.train
+    adamw: dict[str, Any] = {
+        "lr": train.learning_rate,
+        "betas": [train.beta1, train.beta2],
+        "eps": train.epsilon,
+        "weight_decay": train.weight_decay,
+    }
+    zero = block.get("zero_optimization", {})
+    if not zero.get("offload_optimizer"):
+        # torch's own fused AdamW: DeepSpeed's would compile an extension at the first start.
+        adamw |= {"torch_adam": True, "fused": True}
+    result = block | {
+        "train_batch_size": train.global_batch_size,
+        "train_micro_batch_size_per_gpu": train.micro_batch_size,
+        "gradient_accumulation_steps": accumulation_steps(config, num_data_ranks),
+        "gradient_clipping": train.gradient_clipping,
+        "optimizer": {"type": "AdamW", "params": adamw},
+        "steps_per_print": 2**31,  # our own log line takes its place
+        # Gradients are summed over micro-batches and over ranks in fp32.
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",
+    }
+    if train.precision != "fp32":
+        result[train.precision] = block.get(train.precision, {}) | {"enabled": True}
+    return result

@@ -1,0 +1,64 @@
+"""The few collectives that the training code needs, over DeepSpeed's communication layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+
+from alibi_lm.errors import CheckpointError, Problem, UserError
+
+
+def rank() -> int:
+    """This process's rank."""
+    return dist.get_rank()
+
+
+def world_size() -> int:
+    """Number of processes."""
+    return dist.get_world_size()
+
+
+def device() -> torch.device:
+    """The device that this rank computes on."""
+    return torch.device(get_accelerator().current_device_name())
+
+
+def sum_over_ranks(*values: float) -> list[float]:
+    """The sum of each value over all ranks, in fp64 (fp32 where the device has no fp64)."""
+    tensor = torch.tensor(values, dtype=torch.float64, device=device())
+    dist.all_reduce(tensor)
+    return tensor.tolist()
+
+
+def gather(value: Any) -> list[Any]:
+    """Every rank's (picklable) value, in rank order, on every rank."""
+    values: list[Any] = [None] * world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def raise_together(error: UserError | None) -> None:
+    """Raise on every rank what any rank found, so that no rank waits for one that has left.
+
+    Raises:
+        UserError: the first rank's error, by rank order, where there is one.
+    """
+    for found in gather(error):
+        if found is not None:
+            raise found
+
+
+def raise_if_different(what: str, value: Any) -> None:
+    """Raise on every rank unless all ranks hold the same value.
+
+    Raises:
+        CheckpointError: naming the ranks that differ from rank 0.
+    """
+    values = gather(value)
+    odd = [number for number, other in enumerate(values) if other != values[0]]
+    if odd:
+        rule = f"differs between rank 0 and ranks {odd}"
+        raise CheckpointError(Problem(what, None, rule, "start every rank with the same files"))

@@ -1,0 +1,95 @@
+"""The process that a launcher starts: reads its environment, then trains."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import socket
+import sys
+import warnings
+from collections.abc import Sequence
+
+from alibi_lm.console import console
+from alibi_lm.errors import UserError
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Parse a training command line, run it on this rank, and return the exit code.
+
+    0: done. 2: a mistake of the user's. 3: a loss that is not finite.
+    """
+    parser = argparse.ArgumentParser(
+        prog="pretrain.py", description="Start a run, or go on with it from its last checkpoint."
+    )
+    parser.add_argument("config", help="YAML file of the run")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="section.key=value",
+        help="settings that take precedence over the file",
+    )
+    parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
+    parsed = parser.parse_intermixed_args(arguments)
+    _complete_environment(parsed.local_rank)
+    console.muted = int(os.environ["RANK"]) != 0
+    _quiet_libraries()
+    _share_cores()
+
+    # Imported here: DeepSpeed picks its accelerator and log level from the environment.
+    from alibi_lm.train.pretrain import pretrain
+
+    try:
+        pretrain(parsed.config, parsed.overrides, int(os.environ["WORLD_SIZE"]))
+    except UserError as error:
+        console.error(str(error))
+        return error.exit_code
+    finally:
+        _leave()
+    return 0
+
+
+def _complete_environment(local_rank: int) -> None:
+    """Without a launcher this process is the only rank."""
+    if "RANK" in os.environ:
+        os.environ.setdefault("LOCAL_RANK", str(local_rank))
+        return
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    os.environ.update(
+        RANK="0",
+        LOCAL_RANK="0",
+        WORLD_SIZE="1",
+        LOCAL_SIZE="1",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+
+
+def _quiet_libraries() -> None:
+    os.environ.setdefault("DS_LOG_LEVEL", "warning")
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch|deepspeed")
+
+
+def _share_cores() -> None:
+    """Give each rank of this host its share of the cores, unless the user has said how many."""
+    import torch
+
+    from alibi_lm.train.hardware import threads_per_rank
+
+    if "OMP_NUM_THREADS" not in os.environ:
+        ranks = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
+        torch.set_num_threads(threads_per_rank(len(os.sched_getaffinity(0)), ranks))
+
+
+def _leave() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,147 @@
+"""What a run reads: corpora blended into samples, validation windows, and the tokenizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from alibi_lm.config import Config
+from alibi_lm.data.indexed import TokenFile
+from alibi_lm.data.manifest import check_tokenizer, manifest_for
+from alibi_lm.data.sampling import Blend, batch_indices
+from alibi_lm.data.tokenizer import Tokenizer, load_tokenizer
+from alibi_lm.errors import ConfigError, DataError, Problem, UserError
+from alibi_lm.evals.windows import validation_batches
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The opened inputs of a run."""
+
+    config: Config
+    blend: Blend
+    corpora: list[TokenFile]
+    validation: list[TokenFile]
+    tokenizer: Tokenizer | None
+
+    def micro_batches(self, step: int, rank: int, num_ranks: int) -> list[torch.Tensor]:
+        """This rank's micro-batches of a step, each int64 `[micro_batch_size, L + 1]`."""
+        train = self.config.train
+        return [
+            torch.from_numpy(self.blend.samples(indices))
+            for indices in batch_indices(
+                step, train.global_batch_size, rank, num_ranks, train.micro_batch_size
+            )
+        ]
+
+    def validation_windows(
+        self, length: int, rank: int, num_ranks: int
+    ) -> list[torch.Tensor | None]:
+        """This rank's share of the validation windows at a length; None fills up."""
+        train = self.config.train
+        share = train.validation_tokens // len(self.validation)
+        batch_tokens = train.micro_batch_size * train.sequence_length
+        batches: list[torch.Tensor | None] = [
+            torch.from_numpy(batch)
+            for file in self.validation
+            for batch in validation_batches(file, length, share, batch_tokens)
+        ]
+        while len(batches) % num_ranks:
+            batches.append(None)
+        return batches[rank::num_ranks]
+
+    def facts(self) -> dict[str, Any]:
+        """What identifies the training data, for meta.json."""
+        weights = [corpus.weight for corpus in self.config.data.corpora]
+        return {
+            "corpora": [
+                {"digest": file.digest, "tokens": int(file.num_tokens), "weight": weight}
+                for file, weight in zip(self.corpora, weights, strict=True)
+            ],
+            "tokenizer": None if self.tokenizer is None else self.tokenizer.digest,
+        }
+
+    def where(self, step: int) -> str:
+        """Where step `step`'s samples come from, for an error message."""
+        size = self.config.train.global_batch_size
+        first, last = step * size, (step + 1) * size - 1
+        corpus, epoch, window = self.blend.where(first)
+        prefix = self.config.data.corpora[corpus].prefix
+        return (
+            f"samples {first} to {last} (the first is window {window} of {prefix}, epoch {epoch})"
+        )
+
+
+def open_inputs(config: Config) -> Inputs:
+    """Open and check everything that a run reads, and fill in `model.vocab_size`.
+
+    Raises:
+        UserError: with every problem found.
+    """
+    problems: list[Problem] = []
+
+    def attempt(action: Any) -> Any:
+        try:
+            return action()
+        except UserError as error:
+            problems.extend(error.problems)
+            return None
+
+    data = config.data
+    tokenizer = attempt(lambda: load_tokenizer(Path(data.tokenizer))) if data.tokenizer else None
+    corpora = [attempt(lambda p=c.prefix: TokenFile(Path(p))) for c in data.corpora]
+    validation = [attempt(lambda p=prefix: TokenFile(Path(p))) for prefix in data.validation]
+    if tokenizer is not None:
+        for prefix in (*(c.prefix for c in data.corpora), *data.validation):
+            attempt(lambda p=prefix: check_tokenizer(Path(p), tokenizer))
+    if config.train.validation_interval is not None and not data.validation:
+        problems.append(
+            Problem(
+                "train.validation_interval",
+                config.train.validation_interval,
+                "there is no validation corpus",
+                "list one in data.validation",
+            )
+        )
+    if problems:
+        raise DataError(*problems)
+    _set_vocab_size(config, tokenizer)
+    weights = [corpus.weight for corpus in data.corpora]
+    blend = Blend(
+        list(zip(corpora, weights, strict=True)),
+        config.train.sequence_length,
+        config.train.seed,
+        eos_id=None if tokenizer is None else tokenizer.eos_id,
+    )
+    return Inputs(config, blend, corpora, validation, tokenizer)
+
+
+def _set_vocab_size(config: Config, tokenizer: Tokenizer | None) -> None:
+    known = None if tokenizer is None else tokenizer.vocab_size
+    for corpus in config.data.corpora:
+        manifest = manifest_for(Path(corpus.prefix))
+        if known is None and manifest is not None:
+            known = int(manifest["tokenizer"]["vocab_size"])
+    asked = config.model.vocab_size
+    if asked is None and known is None:
+        raise ConfigError(
+            Problem(
+                "model.vocab_size",
+                None,
+                "is not set, and the data names no tokenizer",
+                "set it, or set data.tokenizer",
+            )
+        )
+    if asked is not None and known is not None and asked < known:
+        raise ConfigError(
+            Problem(
+                "model.vocab_size",
+                asked,
+                f"is less than the tokenizer's {known} ids",
+                f"set at least {known}, or leave it out",
+            )
+        )
+    config.model.vocab_size = known if asked is None else asked

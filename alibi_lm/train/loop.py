@@ -1,0 +1,116 @@
+"""The training loop: steps, reports, validation, checkpoints."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from alibi_lm.config import Config
+from alibi_lm.console import console
+from alibi_lm.errors import NotFiniteError, Problem
+from alibi_lm.model.flops import flops_per_token
+from alibi_lm.train.distributed import rank, world_size
+from alibi_lm.train.engine import Engine, NotFinite, StepResult
+from alibi_lm.train.inputs import Inputs
+from alibi_lm.train.metrics import Metrics
+from alibi_lm.train.saving import remove_old, save
+
+
+class Loop:
+    """Trains from `step` (steps done so far) to the end. Every rank runs it."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        inputs: Inputs,
+        config: Config,
+        metrics: Metrics | None,
+        peak_flops: float | None,
+        last_checkpoint: Path | None,
+    ) -> None:
+        self.engine = engine
+        self.inputs = inputs
+        self.config = config
+        self.metrics = metrics
+        self.last_checkpoint = last_checkpoint
+        train = config.train
+        self.tokens_per_step = train.global_batch_size * train.sequence_length
+        self.flops_per_token = flops_per_token(config.model, train.sequence_length)
+        self.peak_flops = None if peak_flops is None else peak_flops * world_size()
+
+    def run(self, step: int) -> None:
+        """Train until `num_steps`.
+
+        Raises:
+            NotFiniteError: a loss or gradient is not finite; nothing of that step is saved.
+            CheckpointError: a checkpoint cannot be written.
+        """
+        train = self.config.train
+        while step < train.num_steps:
+            batches = self.inputs.micro_batches(step, rank(), world_size())
+            try:
+                result = self.engine.step(batches, step)
+            except NotFinite as failure:
+                raise self._not_finite(step, failure) from None
+            step += 1
+            if step % train.log_interval == 0:
+                self._log(step, result)
+            interval = train.validation_interval
+            if interval is not None and (step % interval == 0 or step == train.num_steps):
+                self._paused(self._validate, step)
+            if step % train.checkpoint_interval == 0 or step == train.num_steps:
+                self._paused(self._save, step)
+
+    def _log(self, step: int, result: StepResult) -> None:
+        if self.metrics is not None:
+            self.metrics.log(
+                step,
+                result,
+                tokens=step * self.tokens_per_step,
+                tokens_per_step=self.tokens_per_step,
+                flops_per_token=self.flops_per_token,
+                peak_flops=self.peak_flops,
+            )
+
+    def _paused(self, action: Callable[[int], None], step: int) -> None:
+        """Do something that is not training, and keep it out of the speed figures."""
+        start = time.perf_counter()
+        action(step)
+        if self.metrics is not None:
+            self.metrics.pause(time.perf_counter() - start)
+
+    def _validate(self, step: int) -> None:
+        train = self.config.train
+        losses = {}
+        for multiple in train.validation_multiples:
+            length = int(multiple * train.sequence_length)
+            windows = self.inputs.validation_windows(length, rank(), world_size())
+            losses[length] = self.engine.evaluate(windows)
+        if self.metrics is not None:
+            self.metrics.validation(step, losses)
+
+    def _save(self, step: int) -> None:
+        if self.metrics is not None:
+            self.metrics.flush()
+        facts = {
+            "tokens": step * self.tokens_per_step,
+            "consumed_samples": step * self.config.train.global_batch_size,
+            "data": self.inputs.facts(),
+        }
+        self.last_checkpoint = save(self.engine, self.config, step, facts, self.inputs.tokenizer)
+        console.say(f"checkpoint {self.last_checkpoint}")
+        if rank() == 0:
+            train = self.config.train
+            remove_old(Path(self.config.run.dir), train.keep_last, train.keep_every)
+
+    def _not_finite(self, step: int, failure: NotFinite) -> NotFiniteError:
+        good = self.last_checkpoint or "none yet"
+        return NotFiniteError(
+            Problem(
+                f"step {step + 1}",
+                None,
+                f"{failure} on {self.inputs.where(step)}; last good checkpoint: {good}",
+                "nothing was overwritten; lower train.learning_rate or look at that data",
+            )
+        )

@@ -1,0 +1,194 @@
+"""Starting or resuming a run: what `launch/pretrain.py` does on every rank."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+
+from alibi_lm.checkpoint.folder import CONFIG, read_meta, resolve_step
+from alibi_lm.checkpoint.step import open_run
+from alibi_lm.config import Config
+from alibi_lm.console import console
+from alibi_lm.errors import CheckpointError, ConfigError, Problem, UserError
+from alibi_lm.files import write_json, write_text
+from alibi_lm.model.flops import num_parameters
+from alibi_lm.settings import apply_overrides, build, digest, load_yaml, to_dict, to_yaml
+from alibi_lm.train.deepspeed_config import (
+    batch_problems,
+    block_problems,
+    deepspeed_block,
+    deepspeed_config,
+    stage_problems,
+)
+from alibi_lm.train.distributed import raise_if_different, raise_together, rank, world_size
+from alibi_lm.train.engine import Engine
+from alibi_lm.train.hardware import peak_flops
+from alibi_lm.train.inputs import Inputs, open_inputs
+from alibi_lm.train.loop import Loop
+from alibi_lm.train.metrics import Metrics
+from alibi_lm.train.resume import check_resumable, find_checkpoint
+from alibi_lm.train.saving import clear_leftovers
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def read_config(
+    path: str | Path, overrides: Sequence[str], num_data_ranks: int
+) -> tuple[Config, dict[str, Any]]:
+    """The checked config of a run and its `deepspeed:` block.
+
+    Raises:
+        ConfigError: with every problem of every section at once.
+    """
+    raw = apply_overrides(load_yaml(path), overrides)
+    problems: list[Problem] = []
+    config, block = None, raw.get("deepspeed")
+    try:
+        config = build(Config, raw)
+        block = deepspeed_block(config)
+    except ConfigError as error:
+        problems.extend(error.problems)
+    if isinstance(block, dict):
+        block_found = list(block_problems(block))
+        problems.extend(block_found)
+        if config is not None and not block_found:
+            problems.extend(stage_problems(config, block))
+    if config is not None:
+        problems.extend(batch_problems(config, num_data_ranks))
+    if problems or config is None or not isinstance(block, dict):
+        raise ConfigError(*problems)
+    return config, block
+
+
+def pretrain(path: str | Path, overrides: Sequence[str], num_ranks: int) -> None:
+    """Start the run of a config, or go on with it from its newest good checkpoint.
+
+    The process group must not exist yet; it is made here from the launcher's environment.
+
+    Raises:
+        UserError: on every rank alike, for everything that a user can mend.
+    """
+    config, block = read_config(path, overrides, num_ranks)
+    deepspeed.init_distributed(get_accelerator().communication_backend_name(), verbose=False)
+    raise_if_different("the resolved config", digest(config))
+    inputs = _together(lambda: open_inputs(config))
+    run = Path(config.run.dir)
+    found = find_checkpoint(run)
+    if found is not None:
+        _together(lambda: check_resumable(*found, config, inputs.facts()))
+        if int(found[1]["step"]) == config.train.num_steps:
+            done = config.train.num_steps
+            console.say(f"{run} has done its {done:,} steps already; newest checkpoint: {found[0]}")
+            return
+    source = _together(lambda: _initial_weights(config)) if found is None else None
+    ds_config = deepspeed_config(config, block, world_size())
+    engine = Engine(config, json.loads(json.dumps(ds_config)))
+    _prepare_run_folder(run, config, ds_config)
+    console.say(_start_line(config, inputs, engine, found, source))
+    if found is not None:
+        engine.load(*found)
+    elif source is not None:
+        engine.load(source, read_meta(source), weights_only=True)
+    _train(engine, inputs, config, found)
+
+
+def _together(action: Any) -> Any:
+    """Run `action` on every rank; if any rank fails, all raise its error."""
+    result, error = None, None
+    try:
+        result = action()
+    except UserError as failure:
+        error = failure
+    raise_together(error)
+    return result
+
+
+def _initial_weights(config: Config) -> Path | None:
+    """The step folder of `train.init_from`, its model compared with ours."""
+    if config.train.init_from is None:
+        return None
+    folder = resolve_step(Path(config.train.init_from))
+    step = open_run(folder, check=rank() == 0)
+    theirs, ours = to_dict(step.config.model), to_dict(config.model)
+    # The window and the spread of initial weights do not change what a weight means.
+    differing = [
+        key
+        for key in ours
+        if ours[key] != theirs[key] and key not in ("window", "initializer_range")
+    ]
+    if differing:
+        raise CheckpointError(
+            *(
+                Problem(
+                    f"model.{key}",
+                    ours[key],
+                    f"is {theirs[key]!r} in {folder}",
+                    "use the same model as train.init_from",
+                )
+                for key in differing
+            )
+        )
+    return folder
+
+
+def _prepare_run_folder(run: Path, config: Config, ds_config: dict[str, Any]) -> None:
+    if rank() == 0:
+        run.mkdir(parents=True, exist_ok=True)
+        clear_leftovers(run)
+        write_text(run / CONFIG, to_yaml(config))
+        write_json(run / "ds_config.json", ds_config)
+        console.log_to(run / "train.log")
+    dist.barrier()
+
+
+def _start_line(
+    config: Config,
+    inputs: Inputs,
+    engine: Engine,
+    found: tuple[Path, dict[str, Any]] | None,
+    source: Path | None,
+) -> str:
+    train = config.train
+    how = f"start {config.run.dir}"
+    if found is not None:
+        how = f"resume {config.run.dir} from {found[0].name} ({found[1]['step']:,} steps done)"
+    elif source is not None:
+        how += f" with the weights of {source}"
+    tokens = train.num_steps * train.global_batch_size * train.sequence_length
+    epochs = tokens / sum(file.num_tokens for file in inputs.corpora)
+    return (
+        f"{how}: {num_parameters(config.model):,} parameters, {world_size()} ranks, "
+        f"ZeRO stage {engine.stage}, {train.precision}, {tokens:,} training tokens in all "
+        f"({epochs:.2f} epochs of the corpora)"
+    )
+
+
+def _train(
+    engine: Engine, inputs: Inputs, config: Config, found: tuple[Path, dict[str, Any]] | None
+) -> None:
+    step = 0 if found is None else int(found[1]["step"])
+    peak = config.train.peak_flops
+    source = "train.peak_flops"
+    if peak is None:
+        peak, source = peak_flops(DTYPES[config.train.precision])
+    shown = "unknown" if peak is None else f"{peak / 1e12:.3g} TFLOP/s a rank"
+    console.say(f"mfu is measured against {shown} ({source})")
+    metrics = None
+    if rank() == 0:
+        metrics = Metrics(Path(config.run.dir), config.train.num_steps, step)
+        metrics.hyperparameters(config)
+    try:
+        loop = Loop(engine, inputs, config, metrics, peak, found[0] if found else None)
+        loop.run(step)
+    finally:
+        if metrics is not None:
+            metrics.close()
+        sys.stdout.flush()

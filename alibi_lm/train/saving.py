@@ -1,0 +1,205 @@
+"""Writing checkpoints so that a folder with a step's name is always a complete one."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from alibi_lm import __version__
+from alibi_lm.checkpoint.folder import (
+    CHECKPOINTS,
+    CONFIG,
+    FORMAT,
+    LATEST,
+    META,
+    TOKENIZER,
+    step_folders,
+    step_name,
+)
+from alibi_lm.checkpoint.fragments import fragment_key
+from alibi_lm.config import Config
+from alibi_lm.data.tokenizer import Tokenizer
+from alibi_lm.errors import CheckpointError, Problem
+from alibi_lm.files import sha256, sync, write_json, write_text
+from alibi_lm.settings import to_yaml
+from alibi_lm.train import state
+from alibi_lm.train.distributed import gather, raise_together, rank, world_size
+from alibi_lm.train.engine import Engine
+
+_PARTIAL = ".partial_"
+
+
+def save(
+    engine: Engine, config: Config, step: int, facts: Mapping[str, Any], tokenizer: Tokenizer | None
+) -> Path:
+    """Write the checkpoint of `step` from every rank, and point `latest` at it.
+
+    All files are written into a temporary folder, each rank hashing its own; when they are on
+    the disk, rank 0 writes meta.json, renames the folder and moves `latest`.
+
+    Raises:
+        CheckpointError: on every rank, if any could not write; earlier checkpoints are untouched.
+    """
+    root = Path(config.run.dir) / CHECKPOINTS
+    partial = root / f"{_PARTIAL}{step_name(step)}"
+    final = root / step_name(step)
+    _check_space(engine, root)
+    _on_rank_0(lambda: _start(partial, config, tokenizer), partial)
+    shard = f"shard_{rank():05d}.safetensors"
+    own, error = [], None
+    try:
+        _write_shard(engine, partial / shard)
+        own = [shard]
+    except (OSError, SafetensorError) as failure:
+        error = _write_problem(partial / shard, failure)
+    try:
+        raise_together(error)
+    except CheckpointError:
+        _on_rank_0(lambda: shutil.rmtree(partial, ignore_errors=True), partial)
+        raise
+    names = own if rank() else own + _small_files(partial)
+    listed = gather({name: _file_facts(partial / name) for name in names})
+    files = {name: entry for part in listed for name, entry in part.items()}
+    meta = _meta(engine, step, facts, files)
+    _on_rank_0(lambda: _finish(partial, final, meta), partial)
+    return final
+
+
+def _on_rank_0(action: Any, path: Path) -> None:
+    """Run `action` on rank 0; an error of the disk is raised on every rank."""
+    error = None
+    if rank() == 0:
+        try:
+            action()
+        except OSError as failure:
+            error = _write_problem(path, failure)
+    raise_together(error)
+
+
+def _write_problem(path: Path, failure: Exception) -> CheckpointError:
+    rule = f"cannot be written ({' '.join(str(failure).split())})"
+    fix = "make room and start again; earlier checkpoints are untouched"
+    return CheckpointError(Problem(str(path), None, rule, fix))
+
+
+def _check_space(engine: Engine, root: Path) -> None:
+    """Refuse a save that the disk cannot hold, before anything is written."""
+    needed = sum(gather(_shard_bytes(engine)))
+    error = None
+    if rank() == 0:
+        root.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(root).free
+        if free < needed * 1.02 + 2**20:
+            rule = f"has {free / 2**20:,.0f} MiB free; a checkpoint needs {needed / 2**20:,.0f}"
+            fix = "make room or move run.dir; earlier checkpoints are untouched"
+            error = CheckpointError(Problem(str(root), None, rule, fix))
+    raise_together(error)
+
+
+def _shard_bytes(engine: Engine) -> int:
+    owned = (fragment for fragment in state.fragments(engine.deepspeed) if fragment.owned)
+    return sum(3 * 4 * fragment.numel for fragment in owned)
+
+
+def _start(partial: Path, config: Config, tokenizer: Tokenizer | None) -> None:
+    if partial.exists():
+        shutil.rmtree(partial)  # what a killed save left
+    partial.mkdir(parents=True)
+    write_text(partial / CONFIG, to_yaml(config))
+    if tokenizer is not None:
+        tokenizer.save(partial / TOKENIZER)
+
+
+def _write_shard(engine: Engine, path: Path) -> None:
+    tensors = {
+        fragment_key(fragment.name, kind, fragment.start): tensor.detach().float().cpu()
+        for fragment, kind, tensor in state.owned_tensors(engine.deepspeed)
+    }
+    save_file(tensors, path)
+    sync(path)
+
+
+def _small_files(partial: Path) -> list[str]:
+    return [
+        str(path.relative_to(partial))
+        for path in sorted(partial.rglob("*"))
+        if path.is_file() and not path.name.startswith("shard_")
+    ]
+
+
+def _file_facts(path: Path) -> dict[str, Any]:
+    return {"bytes": path.stat().st_size, "sha256": sha256(path)}
+
+
+def _meta(
+    engine: Engine, step: int, facts: Mapping[str, Any], files: Mapping[str, Any]
+) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "step": step,
+        **facts,
+        "optimizer_updates": state.num_updates(engine.deepspeed),
+        "loss_scaler": engine.loss_scaler_state(),
+        "parameters": state.parameter_shapes(engine.deepspeed),
+        "layout": {"world_size": world_size(), "zero_stage": engine.stage},
+        "versions": {
+            "alibi_lm": __version__,
+            "torch": torch.__version__,
+            "deepspeed": deepspeed.__version__,
+            "python": platform.python_version(),
+        },
+        "saved_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "shards": sorted(name for name in files if name.startswith("shard_")),
+        "files": dict(sorted(files.items())),
+    }
+
+
+def _finish(partial: Path, final: Path, meta: dict[str, Any]) -> None:
+    write_json(partial / META, meta)
+    for folder in (partial / TOKENIZER, partial):
+        if folder.is_dir():
+            sync(folder)
+    if final.exists():
+        # Only a checkpoint found damaged is ever reached again; it is kept for inspection.
+        os.rename(final, _free_name(final))
+    os.rename(partial, final)
+    sync(final.parent)
+    write_text(final.parent / LATEST, final.name + "\n")
+
+
+def _free_name(path: Path) -> Path:
+    number = 1
+    while (candidate := path.with_name(f"damaged_{path.name}_{number}")).exists():
+        number += 1
+    return candidate
+
+
+def remove_old(run: Path, keep_last: int, keep_every: int | None) -> list[Path]:
+    """Delete the checkpoints that retention no longer keeps; the newest is never deleted."""
+    removed = []
+    for folder in step_folders(run)[:-keep_last]:
+        step = int(folder.name.removeprefix("step_"))
+        if keep_every is not None and step % keep_every == 0:
+            continue
+        # Renamed first, so that a kill in the middle of the deletion leaves no half checkpoint.
+        doomed = folder.with_name(f"{_PARTIAL}removed_{folder.name}")
+        os.rename(folder, doomed)
+        shutil.rmtree(doomed)
+        removed.append(folder)
+    return removed
+
+
+def clear_leftovers(run: Path) -> None:
+    """Delete what killed saves and deletions left."""
+    for path in (run / CHECKPOINTS).glob(f"{_PARTIAL}*"):
+        shutil.rmtree(path)
