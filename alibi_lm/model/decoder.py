@@ -6,17 +6,14 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from alibi_lm.errors import ConfigError
 from alibi_lm.model.cache import Cache
 from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.initial import initialise
-from alibi_lm.model.layers import Block, Embedding, Head, layers, vocab_size
-
-# Logits held at once where only losses are wanted: 64 MiB in fp32.
-LOGITS_AT_ONCE = 1 << 24
+from alibi_lm.model.layers import Block, Embedding, Head, layers
+from alibi_lm.model.loss import linear_cross_entropy
 
 
 class Decoder(nn.Module):
@@ -78,24 +75,13 @@ class Decoder(nn.Module):
     def losses(self, tokens: Tensor, targets: Tensor, cache: Cache | None = None) -> Tensor:
         """Cross entropy in nats of each target, fp32 [B, T], differentiable.
 
-        Logits are made for some positions at a time, and made again in the backward pass where
-        there is more than one portion. A target of -100 has loss 0.
+        The whole logits are never held where they are large. A target of -100 has loss 0.
         """
-        hidden = self.hidden_states(tokens, cache).flatten(0, 1)
-        flat = targets.flatten()
-        portion = max(1, LOGITS_AT_ONCE // vocab_size(self.config))
-        if flat.numel() <= portion:
-            return self._losses(hidden, flat).view(targets.shape)
-        parts = []
-        for rows, labels in zip(hidden.split(portion), flat.split(portion), strict=True):
-            if torch.is_grad_enabled():
-                parts.append(checkpoint(self._losses, rows, labels, use_reentrant=False))
-            else:
-                parts.append(self._losses(rows, labels))
-        return torch.cat(parts).view(targets.shape)
-
-    def _losses(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(self.logits(hidden).float(), targets, reduction="none")
+        normed = self.head.norm(self.hidden_states(tokens, cache))
+        weight = self.embedding.weight if self.config.tied_embeddings else self.head.weight
+        return linear_cross_entropy(normed.flatten(0, 1), weight, targets.flatten()).view_as(
+            targets
+        )
 
     def new_cache(self) -> Cache:
         """An empty cache for decoding."""

@@ -1,0 +1,99 @@
+"""Cross entropy of an output layer whose fp32 logits never exist as a whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+IGNORED = -100
+"""A target of this value has loss 0 and no gradient."""
+
+# Logits of one product, in the dtype of the model: more rows than this are done in portions,
+# and their logits are made again in the backward pass. Fewer rows than 512 make slow products.
+LOGITS_AT_ONCE = 1 << 24
+ROWS_AT_ONCE = 512
+# fp32 values of one softmax: 4 MiB stay in a core's cache over its passes.
+SOFTMAX_AT_ONCE = 1 << 20
+
+
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Losses in nats, fp32 [N], of softmax(hidden @ weight.T) against targets.
+
+    Products are in the dtype of hidden (or autocast's), softmax and losses in fp32, and the
+    gradient of the weight is summed in fp32.
+
+    Args:
+        hidden: [N, d].
+        weight: [V, d].
+        targets: int64 [N], each below V or `IGNORED`.
+    """
+    if torch.is_autocast_enabled(hidden.device.type):
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+        with torch.autocast(hidden.device.type, enabled=False):
+            return _LinearCrossEntropy.apply(hidden.to(dtype), weight.to(dtype), targets)
+    return _LinearCrossEntropy.apply(hidden, weight, targets)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        rows = max(ROWS_AT_ONCE, LOGITS_AT_ONCE // weight.shape[0])
+        losses = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
+        logits = None
+        for part, labels, out in zip(
+            hidden.split(rows), targets.split(rows), losses.split(rows), strict=True
+        ):
+            logits = F.linear(part, weight)
+            _losses(logits, labels, out)
+        ctx.rows = rows
+        kept = [logits] if logits is not None and len(hidden) <= rows else []
+        ctx.save_for_backward(hidden, weight, targets, *kept)
+        return losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        hidden, weight, targets, *kept = ctx.saved_tensors
+        d_hidden = torch.empty_like(hidden)
+        d_weight: Tensor | None = None
+        for part, labels, scale, out in zip(
+            *(x.split(ctx.rows) for x in (hidden, targets, grad, d_hidden)), strict=True
+        ):
+            logits = kept[0] if kept else F.linear(part, weight)
+            d_logits = _logit_gradients(logits, labels, scale)
+            torch.mm(d_logits, weight, out=out)
+            if ctx.needs_input_grad[1]:
+                product = d_logits.T @ part
+                if d_weight is None:
+                    d_weight = product if kept else product.float()
+                else:
+                    d_weight += product
+        return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), None
+
+
+def _losses(logits: Tensor, targets: Tensor, out: Tensor) -> None:
+    block = max(1, SOFTMAX_AT_ONCE // logits.shape[1])
+    for part, labels, losses in zip(
+        logits.split(block), targets.split(block), out.split(block), strict=True
+    ):
+        scores = part.float().log_softmax(dim=-1)
+        losses.copy_(F.nll_loss(scores, labels, reduction="none", ignore_index=IGNORED))
+
+
+def _logit_gradients(logits: Tensor, targets: Tensor, grad: Tensor) -> Tensor:
+    """grad x (softmax - one hot) [n, V] in the dtype of the logits."""
+    block = max(1, SOFTMAX_AT_ONCE // logits.shape[1])
+    result = torch.empty_like(logits)
+    scale = grad.masked_fill(targets == IGNORED, 0.0)
+    for part, labels, factors, out in zip(
+        *(x.split(block) for x in (logits, targets, scale, result)), strict=True
+    ):
+        shares = part.float().softmax(dim=-1)
+        places = labels.clamp(min=0).unsqueeze(1)
+        shares.scatter_add_(1, places, shares.new_full((1, 1), -1.0).expand_as(places))
+        out.copy_(shares.mul_(factors.unsqueeze(1)))
+    return result
