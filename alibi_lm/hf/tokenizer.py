@@ -8,7 +8,9 @@ The two differ in the places named below, and each is made equal here:
   `tokenizers` matches special tokens in text unless told not to (`split_special_tokens`), and its
   Unigram finds every piece of the vocabulary, so such pieces get a score that nothing chooses.
 * A BPE merge is ranked by the score of the piece that it makes; `tokenizers` wants a list.
-* A literal U+2581 is sentencepiece's own sign for a space, so both give a space's id for it.
+* U+2581 is sentencepiece's own sign for a space. `alibi_lm.data.tokenizer` encodes a literal one as
+  its three UTF-8 bytes; here pieces are spelled with real spaces, so that U+2581 is a character
+  that no piece holds and byte fallback gives the same three.
 """
 
 from __future__ import annotations
@@ -19,47 +21,20 @@ import re
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from alibi_lm.data.tokenizer import Tokenizer
 from alibi_lm.errors import CheckpointError, Problem
 from alibi_lm.files import write_json, write_text
 
 SPACE = "\u2581"
-"""sentencepiece's sign for a space."""
+"""sentencepiece's sign for a space inside a piece."""
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 _UNIGRAM, _BPE = 1, 2
 
 
-class SourceTokenizer(Protocol):
-    """What the conversion reads of `alibi_lm.data.tokenizer.Tokenizer`."""
-
-    @property
-    def kind(self) -> str:
-        """`sentencepiece` or `tokenizer.json`."""
-
-    @property
-    def file(self) -> Path:
-        """The file that defines the tokenizer."""
-
-    @property
-    def eos_id(self) -> int:
-        """Id that ends a document."""
-
-    @property
-    def unk_id(self) -> int | None:
-        """Id of an unknown piece, if there is one."""
-
-    @property
-    def bos_id(self) -> int | None:
-        """Id that starts a document, if there is one."""
-
-    @property
-    def pad_id(self) -> int | None:
-        """Id of padding, if there is one."""
-
-
-def convert_tokenizer(tokenizer: SourceTokenizer, out: Path) -> None:
+def convert_tokenizer(tokenizer: Tokenizer, out: Path) -> None:
     """Write `tokenizer` into the folder `out` so that `AutoTokenizer` loads it as a fast one.
 
     Writes tokenizer.json and tokenizer_config.json, and for sentencepiece tokenizer.model too. An
@@ -87,7 +62,7 @@ def _write_compact(path: Path, content: dict[str, Any]) -> None:
     write_text(path, json.dumps(content, ensure_ascii=False) + "\n")
 
 
-def _tokenizer_config(tokenizer: SourceTokenizer, content: dict[str, Any]) -> dict[str, Any]:
+def _tokenizer_config(tokenizer: Tokenizer, content: dict[str, Any]) -> dict[str, Any]:
     """The settings under which `transformers` gives the plain ids and the exact text back."""
     names = _names_by_id(content)
     config: dict[str, Any] = {
@@ -178,8 +153,11 @@ def _bpe_model(proto: Any) -> dict[str, Any]:
     among equals, whatever the two halves are. So every split of a piece into two pieces is a merge.
     """
     pieces = proto.pieces
-    normal = {p.piece: (-p.score, token_id)
-              for token_id, p in enumerate(pieces) if p.type == _NORMAL}  # fmt: skip
+    normal = {
+        _spelled(proto, p): (-p.score, token_id)
+        for token_id, p in enumerate(pieces)
+        if p.type == _NORMAL
+    }
     ranked = []
     for name, (cost, token_id) in normal.items():
         for cut in range(1, len(name)):
@@ -195,9 +173,15 @@ def _bpe_model(proto: Any) -> dict[str, Any]:
         "fuse_unk": True,
         "byte_fallback": proto.trainer_spec.byte_fallback,
         "ignore_merges": False,
-        "vocab": {p.piece: token_id for token_id, p in enumerate(pieces)},
+        "vocab": {_spelled(proto, p): token_id for token_id, p in enumerate(pieces)},
         "merges": [[name[:cut], name[cut:]] for _, _, cut, name in ranked],
     }
+
+
+def _spelled(proto: Any, piece: Any) -> str:
+    """The piece with real spaces."""
+    escaped = proto.normalizer_spec.escape_whitespaces and piece.type in (_NORMAL, _USER_DEFINED)
+    return str(piece.piece.replace(SPACE, " ")) if escaped else str(piece.piece)
 
 
 def _unigram_model(proto: Any) -> dict[str, Any]:
@@ -224,7 +208,7 @@ def _unigram_model(proto: Any) -> dict[str, Any]:
         "type": "Unigram",
         "unk_id": proto.trainer_spec.unk_id,
         "byte_fallback": proto.trainer_spec.byte_fallback,
-        "vocab": [[piece.piece, score(piece)] for piece in proto.pieces],
+        "vocab": [[_spelled(proto, piece), score(piece)] for piece in proto.pieces],
     }
 
 
@@ -233,13 +217,13 @@ def _added_tokens(proto: Any) -> list[dict[str, Any]]:
     if proto.trainer_spec.model_type != _BPE:
         return []
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "special": False}
-    return [{"id": token_id, "content": piece.piece, "normalized": True, **flags}
+    return [{"id": token_id, "content": _spelled(proto, piece), "normalized": True, **flags}
             for token_id, piece in enumerate(proto.pieces)
             if piece.type == _USER_DEFINED]  # fmt: skip
 
 
 def _normalizer(spec: Any) -> dict[str, Any] | None:
-    """sentencepiece's normalisation in its order: characters, spaces, dummy prefix, U+2581."""
+    """sentencepiece's normalisation in its order: characters, spaces, dummy prefix."""
     steps: list[dict[str, Any]] = []
     if spec.precompiled_charsmap:
         charsmap = base64.b64encode(spec.precompiled_charsmap).decode("ascii")
@@ -249,8 +233,6 @@ def _normalizer(spec: Any) -> dict[str, Any] | None:
         steps.append(_replace({"Regex": " {2,}"}, " "))
     if spec.add_dummy_prefix:
         steps.append({"type": "Prepend", "prepend": " "})
-    if spec.escape_whitespaces:
-        steps.append(_replace({"String": " "}, SPACE))
     return _sequence("normalizers", steps)
 
 
@@ -263,7 +245,7 @@ def _pre_tokenizer(proto: Any) -> dict[str, Any] | None:
     spec = proto.trainer_spec
     if spec.model_type != _UNIGRAM or not spec.byte_fallback:
         return None
-    normal = [p.piece for p in proto.pieces if p.type in (_NORMAL, _USER_DEFINED)]
+    normal = [_spelled(proto, p) for p in proto.pieces if p.type in (_NORMAL, _USER_DEFINED)]
     known = set().union(*normal)
     reserved = [p.piece for p in proto.pieces if p.type in (_UNKNOWN, _CONTROL, _BYTE)]
     cuts = sorted({c for c in set().union(*reserved) if c not in known})
@@ -275,10 +257,8 @@ def _pre_tokenizer(proto: Any) -> dict[str, Any] | None:
 
 
 def _decoder(proto: Any) -> dict[str, Any] | None:
-    """Pieces to text: bytes joined, U+2581 to spaces, the dummy prefix taken off again."""
+    """Pieces to text: bytes joined, the dummy prefix taken off again."""
     steps: list[dict[str, Any]] = []
-    if proto.normalizer_spec.escape_whitespaces:
-        steps.append(_replace({"String": SPACE}, " "))
     if proto.trainer_spec.byte_fallback:
         steps.append({"type": "ByteFallback"})
     steps.append({"type": "Fuse"})

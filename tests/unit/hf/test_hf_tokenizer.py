@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import random
 import sysconfig
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from sentencepiece import sentencepiece_model_pb2
 from tokenizers import Tokenizer as BackendTokenizer
 from transformers import AutoTokenizer
 
+from alibi_lm.data.tokenizer import Tokenizer, load_tokenizer
 from alibi_lm.errors import CheckpointError
 from alibi_lm.hf.tokenizer import convert_tokenizer
 
@@ -52,18 +52,6 @@ ONE_MEGABYTE = [
     "x = [1, 2, 3]; " * 66_667,
     "\u00e9\U0001f600" * 160_000,
 ]
-
-
-@dataclass
-class Source:
-    """A sentencepiece model as the conversion sees it."""
-
-    file: Path
-    kind: str = "sentencepiece"
-    eos_id: int = 1
-    unk_id: int = 0
-    bos_id: int | None = 2
-    pad_id: int | None = 3
 
 
 def standard_library(max_chars: int) -> list[str]:
@@ -108,7 +96,7 @@ def train(kind: str, lines: list[str], vocab_size: int, **settings: Any) -> byte
 
 @pytest.fixture(scope="module")
 def texts() -> list[str]:
-    return standard_library(3_000_000)
+    return standard_library(2_000_000)
 
 
 @pytest.fixture(scope="module", params=["bpe", "unigram"])
@@ -120,7 +108,7 @@ def pair(request: Any, texts: list[str], tmp_path_factory: Any) -> tuple[Any, An
     source.write_bytes(train(request.param, lines, 1500))
     out = folder / "out"
     out.mkdir()
-    convert_tokenizer(Source(source), out)
+    convert_tokenizer(Tokenizer(source), out)
     processor = sentencepiece.SentencePieceProcessor(model_file=str(source))
     return processor, AutoTokenizer.from_pretrained(out), out
 
@@ -132,7 +120,8 @@ def test_is_fast_with_the_special_ids(pair: tuple[Any, Any, Path]) -> None:
     assert (tokenizer.unk_token_id, tokenizer.eos_token_id) == (0, 1)
     assert (tokenizer.bos_token_id, tokenizer.pad_token_id) == (2, 3)
     for token_id in range(len(tokenizer)):
-        assert tokenizer.convert_ids_to_tokens(token_id) == processor.id_to_piece(token_id)
+        piece = processor.id_to_piece(token_id).replace("\u2581", " ")
+        assert tokenizer.convert_ids_to_tokens(token_id) == piece
     assert (out / "tokenizer.model").exists()
 
 
@@ -145,11 +134,15 @@ def test_ids_of_real_text(pair: tuple[Any, Any, Path], texts: list[str]) -> None
 
 @pytest.mark.parametrize("number", range(len(NASTY)))
 def test_ids_of_nasty_text(pair: tuple[Any, Any, Path], number: int) -> None:
-    processor, tokenizer, _ = pair
+    processor, tokenizer, out = pair
     text = NASTY[number]
     ids = tokenizer(text)["input_ids"]
-    assert ids == processor.encode(text)
-    assert tokenizer.decode(ids) == processor.decode(ids) == text.replace("\u2581", " ")
+    if "\u2581" in text:
+        assert ids == load_tokenizer(out / "tokenizer.model").encode(text)
+        assert tokenizer.decode(ids) == text
+    else:
+        assert ids == processor.encode(text)
+        assert tokenizer.decode(ids) == processor.decode(ids) == text
     assert not set(ids) & {0, 1, 2, 3}
     assert tokenizer.encode(text) == ids
     assert tokenizer(text, add_special_tokens=False)["input_ids"] == ids
@@ -206,7 +199,7 @@ def test_periodic_text_keeps_the_order_of_equal_merges(tmp_path: Path) -> None:
     source.write_bytes(train("bpe", lines, 300 + 60))
     out = tmp_path / "out"
     out.mkdir()
-    convert_tokenizer(Source(source), out)
+    convert_tokenizer(Tokenizer(source), out)
     processor = sentencepiece.SentencePieceProcessor(model_file=str(source))
     tokenizer = AutoTokenizer.from_pretrained(out)
     for _ in range(3000):
@@ -222,10 +215,11 @@ def test_text_of_characters_that_the_model_never_saw(kind: str, tmp_path: Path) 
     source.write_bytes(train(kind, lines, 300, hard_vocab_limit=False))
     out = tmp_path / "out"
     out.mkdir()
-    convert_tokenizer(Source(source), out)
+    convert_tokenizer(Tokenizer(source), out)
     processor = sentencepiece.SentencePieceProcessor(model_file=str(source))
     tokenizer = AutoTokenizer.from_pretrained(out)
-    for text in [*NASTY, "\u03b1<0x41>\u03b2<s>\u03b3 </s> <unk>\u03b4"]:
+    plain = [text for text in NASTY if "\u2581" not in text]
+    for text in [*plain, "\u03b1<0x41>\u03b2<s>\u03b3 </s> <unk>\u03b4"]:
         assert tokenizer(text)["input_ids"] == processor.encode(text), repr(text)
 
 
@@ -248,7 +242,7 @@ def test_models_trained_elsewhere(
     source.write_bytes(train(kind, lines, 700, **settings))
     out = tmp_path / "out"
     out.mkdir()
-    convert_tokenizer(Source(source), out)
+    convert_tokenizer(Tokenizer(source), out)
     processor = sentencepiece.SentencePieceProcessor(model_file=str(source))
     tokenizer = AutoTokenizer.from_pretrained(out)
     short = ["self.x", "\t\tself.y <sep>z", "  lead <sep> ", "", "a  b\n\tself.self.", "<s>"]
@@ -269,11 +263,10 @@ def test_existing_tokenizer_json_is_written_through(tmp_path: Path) -> None:
     source = tmp_path / "source.json"
     out = tmp_path / "out"
     out.mkdir()
-    chosen = Source(source, kind="tokenizer.json", bos_id=None, pad_id=None)
     for processor in (backend.post_processor, processors.ByteLevel()):
         backend.post_processor = processor
         backend.save(str(source))
-        convert_tokenizer(chosen, out)
+        convert_tokenizer(Tokenizer(source), out)
         tokenizer = AutoTokenizer.from_pretrained(out)
         assert tokenizer("ab a b")["input_ids"] == [4, 2, 3]
         assert tokenizer.eos_token_id == 1
@@ -286,11 +279,11 @@ def test_word_models_and_unused_pieces_are_refused(texts: list[str], tmp_path: P
     source = tmp_path / "source.model"
     source.write_bytes(train("char", lines, 300, byte_fallback=False, hard_vocab_limit=False))
     with pytest.raises(CheckpointError, match=r"source\.model: is neither a BPE nor a unigram"):
-        convert_tokenizer(Source(source), tmp_path)
+        convert_tokenizer(Tokenizer(source), tmp_path)
     proto = sentencepiece_model_pb2.ModelProto()
     proto.ParseFromString(train("bpe", lines, 400))
     proto.pieces[300].type = 5
     source.write_bytes(proto.SerializeToString())
     with pytest.raises(CheckpointError, match="unused pieces"):
-        convert_tokenizer(Source(source), tmp_path)
+        convert_tokenizer(Tokenizer(source), tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source.model"]
