@@ -112,6 +112,8 @@ def attention(
             do what is asked.
     """
     _check(q, k, v, slopes, window, bias)
+    if window is not None and window >= k.shape[2]:
+        window = None
     request = Request(slopes, window, bias)
     if kernel is None:
         kernel = next(name for name in KERNELS if not KERNELS[name].lacks(q, v, request))

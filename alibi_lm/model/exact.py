@@ -39,6 +39,9 @@ def exact_attention(
     offset = k.shape[2] - q.shape[2]
     reach = k.shape[2] if window is None else min(window + 1024, k.shape[2])
     chunk = min(1024, max(16, SCORES_AT_ONCE // (q.shape[0] * q.shape[1] * reach)))
+    if window is not None:
+        # A chunk reads chunk + window - 1 keys, of which a query needs `window`.
+        chunk = min(chunk, max(128, window))
     outputs = []
     for first in range(0, q.shape[2], chunk):
         end = min(first + chunk, q.shape[2])
@@ -74,17 +77,34 @@ def _one_chunk(
     # Heads of a group share their keys: one product for all of them.
     grouped = (q.to(compute) * (1 / math.sqrt(width))).reshape(batch, kv_heads, -1, width)
     scores = (grouped @ k.to(compute).transpose(-1, -2)).view(batch, heads, num_queries, num_keys)
-    positions = torch.arange(num_keys, device=q.device)
-    distances = positions[num_keys - num_queries :, None] - positions
-    if slopes is not None:
-        exact_slopes = torch.tensor(slopes, dtype=torch.float64, device=q.device)
-        steepness = exact_slopes.view(-1, 1, 1).to(compute)
-        scores = scores - steepness * distances.to(compute)
-    if bias is not None:
-        scores = scores + bias.to(compute)[:, distances.clamp(0, bias.shape[1] - 1)]
-    hidden = distances < 0
-    if window is not None:
-        hidden = hidden | (distances >= window)
-    weights = scores.masked_fill(hidden, -math.inf).softmax(dim=-1)
+    scores = scores + _score_bias(q, num_keys, slopes, window, bias, compute)
+    weights = scores.softmax(dim=-1)
     mixed = weights.view(batch, kv_heads, -1, num_keys) @ v.to(compute)
     return mixed.view(batch, heads, num_queries, -1).transpose(1, 2).to(q.dtype)
+
+
+def _score_bias(
+    q: Tensor,
+    num_keys: int,
+    slopes: tuple[float, ...] | None,
+    window: int | None,
+    bias: Tensor | None,
+    compute: torch.dtype,
+) -> Tensor:
+    """All that is added to the scores of the last positions, -inf where a key is not seen.
+
+    [H or 1, c, num_keys].
+    """
+    num_queries = q.shape[2]
+    positions = torch.arange(num_keys, device=q.device)
+    distances = positions[num_keys - num_queries :, None] - positions
+    unseen = distances < 0
+    if window is not None:
+        unseen = unseen | (distances >= window)
+    total = torch.zeros(1, num_queries, num_keys, dtype=compute, device=q.device)
+    if slopes is not None:
+        steepness = torch.tensor(slopes, dtype=torch.float64, device=q.device).to(compute)
+        total = total - steepness.view(-1, 1, 1) * distances.to(compute)
+    if bias is not None:
+        total = total + bias.to(compute)[:, distances.clamp(0, bias.shape[1] - 1)]
+    return total.masked_fill(unseen, -math.inf)

@@ -10,6 +10,7 @@ from torch import Tensor
 from alibi_lm.errors import DataError, Problem
 from alibi_lm.model.cache import Cache
 from alibi_lm.model.decoder import Decoder
+from alibi_lm.model.initial import generator
 
 PREFILL_CHUNK = 1024
 
@@ -53,7 +54,7 @@ def generate(
     results: list[list[int]] = [[] for _ in rows]
     for length in sorted({len(row) for row in rows}):
         members = [index for index, row in enumerate(rows) if len(row) == length]
-        generators = [_generator(seed, index) for index in members]
+        generators = [generator(seed, index) for index in members]
         batch = torch.tensor([rows[index] for index in members], dtype=torch.int64)
         finished = [False] * len(members)
         for tokens in _steps(decoder, batch, max_new_tokens, temperature, top_k, top_p, generators):
@@ -81,7 +82,7 @@ def stream(
     row = [int(token) for token in prompt]
     _check(decoder, [row], max_new_tokens, temperature, top_k, top_p)
     batch = torch.tensor([row], dtype=torch.int64)
-    generators = [_generator(seed, 0)]
+    generators = [generator(seed, 0)]
     for tokens in _steps(decoder, batch, max_new_tokens, temperature, top_k, top_p, generators):
         yield tokens[0]
         if tokens[0] == eos_id:
@@ -128,28 +129,28 @@ def choose(
     """One token id a row, int64 [B] on the CPU, of logits [B, V].
 
     top_k is applied first, then top_p to what is left, as in transformers.
+
+    Raises:
+        ValueError: a logit is not finite.
     """
+    if not logits.isfinite().all():
+        raise ValueError("the model's logits are not finite")
     if temperature == 0:
         return logits.argmax(dim=-1).cpu()
-    scores = logits.double().cpu() / temperature
-    ordered, ids = scores.sort(dim=-1, descending=True, stable=True)
+    ordered, ids = logits.double().cpu().sort(dim=-1, descending=True, stable=True)
+    # From the largest one, so that a temperature near 0 cannot overflow.
+    ordered = (ordered - ordered[:, :1]) / temperature
     if top_k is not None:
         ordered[:, top_k:] = -torch.inf
     probabilities = ordered.softmax(dim=-1)
     if top_p is not None:
         before = probabilities.cumsum(dim=-1) - probabilities
         probabilities = probabilities.masked_fill(before >= top_p, 0.0)
-        probabilities[:, 0] = probabilities[:, 0].clamp(min=torch.finfo(torch.float64).tiny)
     places = [
-        torch.multinomial(row, 1, generator=generator)
-        for row, generator in zip(probabilities, generators, strict=True)
+        torch.multinomial(row, 1, generator=drawn)
+        for row, drawn in zip(probabilities, generators, strict=True)
     ]
     return ids.gather(1, torch.stack(places)).squeeze(1)
-
-
-def _generator(seed: int, index: int) -> torch.Generator:
-    # Neighbouring seeds of this generator give independent streams; prompts lie far apart.
-    return torch.Generator("cpu").manual_seed((seed * 1_000_003 + index) % (1 << 63))
 
 
 def _check(

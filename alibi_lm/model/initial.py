@@ -18,6 +18,12 @@ from alibi_lm.model.config import ModelConfig
 _RESIDUAL_OUTPUTS = ("attention.output.weight", "mlp.down.weight")
 
 
+def generator(seed: int, key: str | int) -> torch.Generator:
+    """A CPU generator whose stream depends on (seed, key) and on nothing else."""
+    digest = hashlib.sha256(f"{seed}/{key}".encode()).digest()
+    return torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+
+
 def initial_value(config: ModelConfig, name: str, shape: Sequence[int], seed: int) -> Tensor:
     """The initial value of one whole parameter, fp32 on the CPU.
 
@@ -35,13 +41,11 @@ def initial_value(config: ModelConfig, name: str, shape: Sequence[int], seed: in
         return torch.ones(*shape, dtype=torch.float32, device="cpu")
     if name.endswith(".bias"):
         return torch.zeros(*shape, dtype=torch.float32, device="cpu")
-    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "big") >> 1)
     deviation = config.initializer_range
     if name.endswith(_RESIDUAL_OUTPUTS):
         deviation /= math.sqrt(2 * config.num_layers)
     value = torch.empty(*shape, dtype=torch.float32, device="cpu")
-    return value.normal_(0.0, deviation, generator=generator)
+    return value.normal_(0.0, deviation, generator=generator(seed, name))
 
 
 @torch.no_grad()
