@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from alibi_lm.errors import Problem
+from alibi_lm.settings import apply_overrides, build, load_yaml
 
 
 @dataclass
@@ -24,6 +26,11 @@ class PerplexityConfig:
     precision: Literal["fp32", "bf16"] = "fp32"
     """Arithmetic of the model; losses are fp32 always."""
 
+    def problems(self, key: str) -> Iterator[Problem]:
+        """The rules of this section that are broken."""
+        yield from _length_problems(self.lengths, f"{key}lengths")
+        yield from _positive_problems(self, key, ("max_tokens", "batch_tokens"))
+
 
 @dataclass
 class NeedleConfig:
@@ -37,6 +44,8 @@ class NeedleConfig:
     """Prompts a cell."""
     corpus: str | None = None
     """Prefix of the token files that the haystack is cut from."""
+    batch_tokens: int = 16384
+    """Tokens put through the model at once."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Arithmetic of the model."""
     seed: int = 0
@@ -44,9 +53,17 @@ class NeedleConfig:
 
     def problems(self, key: str) -> Iterator[Problem]:
         """The rules of this section that are broken."""
+        yield from _length_problems(self.lengths, f"{key}lengths")
+        yield from _positive_problems(self, key, ("num_trials", "batch_tokens"))
+        if self.seed < 0:
+            yield Problem(f"{key}seed", self.seed, "is negative", "give 0 or more")
+        if not self.depths:
+            yield Problem(f"{key}depths", self.depths, "is empty", "give for example [0, 0.5, 1]")
         for depth in self.depths:
             if not 0 <= depth <= 1:
                 yield Problem(f"{key}depths", depth, "is not a share", "give 0 to 1")
+        if len(set(self.depths)) != len(self.depths):
+            yield Problem(f"{key}depths", self.depths, "names a depth twice", "name it once")
 
 
 @dataclass
@@ -57,3 +74,32 @@ class SuiteConfig:
     """Settings of `alibi-lm eval perplexity`."""
     needle: NeedleConfig = field(default_factory=NeedleConfig)
     """Settings of `alibi-lm eval needle`."""
+
+
+def load_suite(path: str | Path | None, overrides: Sequence[str] = ()) -> SuiteConfig:
+    """Read an eval suite (the defaults where `path` is None) and apply `key=value` overrides.
+
+    Raises:
+        ConfigError: with every problem found.
+    """
+    raw = {} if path is None else load_yaml(path)
+    return build(SuiteConfig, apply_overrides(raw, overrides))
+
+
+def _length_problems(lengths: list[int] | None, key: str) -> Iterator[Problem]:
+    if lengths is None:
+        return
+    if not lengths:
+        yield Problem(key, lengths, "is empty", "give lengths in tokens, or leave it out")
+    for length in lengths:
+        if length < 1:
+            yield Problem(key, length, "is not positive", "give lengths of at least 1 token")
+    if len(set(lengths)) != len(lengths):
+        yield Problem(key, lengths, "names a length twice", "name it once")
+
+
+def _positive_problems(section: object, key: str, names: tuple[str, ...]) -> Iterator[Problem]:
+    for name in names:
+        value = getattr(section, name)
+        if value is not None and value < 1:
+            yield Problem(f"{key}{name}", value, "is not positive", "give at least 1")

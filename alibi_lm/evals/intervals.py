@@ -1,0 +1,79 @@
+"""Intervals for the numbers that the evals print."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import numpy as np
+
+CONFIDENCE = 0.95
+BOOTSTRAP_SAMPLES = 2000
+
+Interval = tuple[float, float]
+
+
+def wilson(successes: int, trials: int, confidence: float = CONFIDENCE) -> Interval:
+    """Wilson's score interval for a share (E. B. Wilson, 1927), without continuity correction.
+
+    Unlike the normal interval it stays within [0, 1] and is not empty at 0 or `trials` successes.
+    """
+    if not 0 <= successes <= trials or trials < 1:
+        raise ValueError(f"{successes} of {trials} is not a share")
+    z = NormalDist().inv_cdf(0.5 + confidence / 2)
+    share = successes / trials
+    shrunk = (share + z * z / (2 * trials)) / (1 + z * z / trials)
+    half = z / (1 + z * z / trials)
+    half *= math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))
+    low = 0.0 if successes == 0 else shrunk - half
+    high = 1.0 if successes == trials else shrunk + half
+    return low, high
+
+
+@dataclass(frozen=True)
+class Bootstrap:
+    """Intervals of perplexities, and of their ratios to a reference length's perplexity."""
+
+    perplexity: list[Interval]
+    ratio: list[Interval]
+
+
+def bootstrap_perplexity(
+    losses: np.ndarray, tokens: np.ndarray, reference: int, seed: int = 0
+) -> Bootstrap | None:
+    """Percentile bootstrap over documents.
+
+    Every resample draws the same documents for all lengths, so a ratio's interval is the paired
+    one: what the documents have in common cancels.
+
+    Args:
+        losses: `[lengths, documents]`, sums of nats.
+        tokens: `[documents]`, targets scored in each.
+        reference: row of `losses` that ratios are taken to.
+
+    Returns:
+        None for fewer than two documents, from which no spread can be told.
+    """
+    num_documents = losses.shape[1]
+    if num_documents < 2:
+        return None
+    generator = np.random.default_rng(seed)
+    even = np.full(num_documents, 1 / num_documents)
+    counts = generator.multinomial(num_documents, even, size=BOOTSTRAP_SAMPLES)
+    means = (counts @ losses.T) / (counts @ tokens)[:, None]
+    return Bootstrap(
+        perplexity=_percentiles(np.exp(means)),
+        ratio=_percentiles(np.exp(means - means[:, [reference]])),
+    )
+
+
+def _percentiles(samples: np.ndarray) -> list[Interval]:
+    edges = [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2]
+    low, high = np.quantile(samples, edges, axis=0)
+    return [(float(a), float(b)) for a, b in zip(low, high, strict=True)]
+
+
+def as_list(interval: Interval | None) -> list[float] | None:
+    """An interval as JSON holds it."""
+    return None if interval is None else [float(interval[0]), float(interval[1])]

@@ -1,0 +1,272 @@
+"""One self-contained HTML page about a checkpoint, and its summary for the terminal."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from collections.abc import Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+
+from alibi_lm.evals import plots, results
+from alibi_lm.evals.metrics import Metrics, read_metrics
+from alibi_lm.evals.verdicts import score_words
+from alibi_lm.files import write_text
+from alibi_lm.model.slopes import alibi_slopes
+from alibi_lm.settings import flatten
+
+if TYPE_CHECKING:
+    from alibi_lm.checkpoint.step import Step
+
+REPORT = "report.html"
+EXPORT_FACTS = "alibi_lm_export.json"
+FADED = 1000.0
+"""A head's horizon is where its bias alone divides a key's weight by this."""
+
+TONES = {
+    "falls": "good",
+    "holds": "good",
+    "rises": "bad",
+    "fails beyond": "bad",
+    "does not retrieve": "open",
+    "fades": "open",
+    "cannot tell": "open",
+}
+
+
+def write_report(step: Step) -> Path:
+    """Write the report of what has been measured so far, and its pictures; return its path.
+
+    A part that has not been made names the command that makes it.
+
+    Raises:
+        CheckpointError: the run's log is damaged.
+    """
+    metrics = read_metrics(step.run_folder, step.step)
+    perplexity = results.stored(step, "perplexity")
+    needle = results.stored(step, "needle")
+    pictures: dict[str, str] = {}
+    if metrics is not None:
+        pictures["loss"] = _picture(step, "loss", plots.loss_figure(metrics))
+    if perplexity is not None:
+        pictures["perplexity"] = _picture(step, "perplexity", plots.perplexity_figure(perplexity))
+    if needle is not None:
+        pictures["needle"] = _picture(step, "needle", plots.needle_figure(needle))
+    page = _template().render(
+        title=f"Report on {step.run_folder.name}",
+        subtitle=f"Checkpoint of step {step.step:,}, saved {step.meta.get('saved_at', '')}",
+        facts=run_facts(step, metrics),
+        pictures=pictures,
+        perplexity=_with_tone(perplexity),
+        needle=_with_tone(needle),
+        slopes=slope_rows(step),
+        export=export_rows(step),
+        meaning=meaning(step, perplexity, needle),
+        versions=_versions(step),
+        commands=commands(step),
+    )
+    path = step.evals_folder / REPORT
+    write_text(path, page)
+    return path
+
+
+def _template() -> jinja2.Template:
+    source = files("alibi_lm.evals").joinpath(REPORT).read_text(encoding="utf-8")
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    return environment.from_string(source)
+
+
+def _picture(step: Step, name: str, figure: plots.Figure) -> str:
+    """Write a figure beside the report and return it as base64."""
+    plots.save(figure, step.evals_folder / f"{name}.png")
+    return base64.b64encode((step.evals_folder / f"{name}.png").read_bytes()).decode()
+
+
+def _with_tone(result: dict[str, Any] | None) -> dict[str, Any] | None:
+    if result is None:
+        return None
+    verdict = {**result["verdict"], "tone": TONES[result["verdict"]["word"]]}
+    return {**result, "verdict": verdict}
+
+
+def commands(step: Step) -> dict[str, str]:
+    """The command that makes each part."""
+    run = step.run_folder
+    return {
+        "perplexity": f"alibi-lm eval perplexity {run}",
+        "needle": f"alibi-lm eval needle {run}",
+        "export": f"alibi-lm export {run}",
+    }
+
+
+def run_facts(step: Step, metrics: Metrics | None) -> list[tuple[str, str]]:
+    """What was trained and how, as (label, value)."""
+    model, train, data = step.config.model, step.config.train, step.config.data
+    heads = f"{model.num_heads} heads"
+    if model.kv_heads != model.num_heads:
+        heads += f", {model.kv_heads} key/value heads"
+    window = f", window {model.window:,}" if model.window else ""
+    facts = [
+        ("Run folder", str(step.run_folder)),
+        ("Step", f"{step.step:,} of {train.num_steps:,}"),
+        ("Tokens", f"{step.step * train.global_batch_size * train.sequence_length:,}"),
+        ("Parameters", f"{_num_parameters(step):,}"),
+        ("Model", f"{model.num_layers} layers, width {model.hidden_size:,}, {heads}"),
+        ("Shape and positions", f"{model.shape}, {model.position}{window}"),
+        ("Training length", f"{train.sequence_length:,} tokens"),
+        ("Batch", f"{train.global_batch_size:,} samples a step"),
+        ("Precision", train.precision),
+        ("Learning rate", f"{train.learning_rate:g}, {train.schedule}"),
+        ("Corpora", ", ".join(f"{c.prefix} (weight {c.weight:g})" for c in data.corpora)),
+    ]
+    if step.meta.get("layout"):
+        layout = flatten(step.meta["layout"])
+        words = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in layout.items())
+        facts.append(("Ranks", words))
+    if metrics is not None:
+        last = metrics.points[-1]
+        facts.append(("Last loss", f"{last.loss:.3f} at step {last.step:,}"))
+        facts.append(("Training time", _duration(metrics.training_seconds)))
+        facts.append(("Speed", f"{last.tokens_per_second:,.0f} tokens a second"))
+    return facts
+
+
+def _num_parameters(step: Step) -> int:
+    return sum(math.prod(shape) for shape in step.meta["parameters"].values())
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+
+
+def slope_rows(step: Step) -> list[dict[str, float]]:
+    """Slope and horizon of each head, for models with linear biases; else none."""
+    if step.config.model.position != "alibi":
+        return []
+    length = step.config.train.sequence_length
+    rows = []
+    for head, slope in enumerate(alibi_slopes(step.config.model.num_heads)):
+        horizon = math.log(FADED) / slope
+        rows.append(
+            {"head": head, "slope": slope, "horizon": horizon, "multiple": horizon / length}
+        )
+    return rows
+
+
+def export_facts(step: Step) -> dict[str, Any] | None:
+    """What the export to the default folder proved, or None where there is no export."""
+    path = step.hf_folder / EXPORT_FACTS
+    if not path.is_file():
+        return None
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def export_rows(step: Step) -> list[tuple[str, str]]:
+    """The export's facts as (label, value)."""
+    facts = export_facts(step)
+    if facts is None:
+        return []
+    rows = [("Folder", str(step.hf_folder))]
+    for key, value in flatten(facts).items():
+        shown = f"{value:.3g}" if isinstance(value, float) else str(value)
+        rows.append((key.replace("_", " ").replace(".", " › "), shown))
+    return rows
+
+
+def _versions(step: Step) -> list[tuple[str, str]]:
+    rows = [(f"{name} (training)", str(value)) for name, value in step.meta["versions"].items()]
+    rows += [
+        (f"{name} (this report)", value)
+        for name, value in results.run_facts(step)["versions"].items()
+    ]
+    return rows
+
+
+def meaning(
+    step: Step, perplexity: Mapping[str, Any] | None, needle: Mapping[str, Any] | None
+) -> list[str]:
+    """What the results show and what they do not, a sentence or two each."""
+    lines = []
+    if perplexity is not None:
+        lines.append(f"{perplexity['verdict']['text']} {perplexity['verdict']['caveat']}")
+    else:
+        lines.append("Perplexity past the training length has not been measured.")
+    if needle is not None:
+        lines.append(f"{needle['verdict']['text']} {needle['verdict']['caveat']}")
+    else:
+        lines.append("Retrieval has not been measured.")
+    lines.append(
+        f"All numbers are of one model of {_num_parameters(step):,} parameters, one seed and the "
+        "corpora named above. Larger models, other text or other seeds can behave differently; "
+        "intervals cover the choice of documents and prompts, not the choice of seed."
+    )
+    return lines
+
+
+def summary_lines(step: Step) -> list[str]:
+    """The report in a few terminal lines; parts not made yet name their command."""
+    perplexity, needle = results.stored(step, "perplexity"), results.stored(step, "needle")
+    lines = [f"{step.run_folder}, step {step.step:,}: {_num_parameters(step):,} parameters, "
+             f"training length {step.config.train.sequence_length:,}", ""]  # fmt: skip
+    lines += _perplexity_lines(perplexity) if perplexity else [
+        f"perplexity: not measured yet: {commands(step)['perplexity']}"
+    ]  # fmt: skip
+    lines.append("")
+    lines += _needle_lines(needle) if needle else [
+        f"needle: not measured yet: {commands(step)['needle']}"
+    ]  # fmt: skip
+    lines.append("")
+    lines += _export_lines(step)
+    lines += ["", "What this does and does not show:"]
+    lines += [f"  - {line}" for line in meaning(step, perplexity, needle)]
+    report = step.evals_folder / REPORT
+    lines.append("")
+    lines.append(f"report: {report}" if report.is_file() else
+                 f"report: not written yet: alibi-lm report {step.run_folder}")  # fmt: skip
+    return lines
+
+
+def _perplexity_lines(result: Mapping[str, Any]) -> list[str]:
+    lines = [f"{'window':>10}  {'x training':>10}  {'perplexity':>10}  {'95% interval':>17}  ratio"]
+    for row in result["rows"]:
+        interval = row["perplexity_interval"]
+        shown = f"{interval[0]:.2f} to {interval[1]:.2f}" if interval else "one document"
+        ratio = f"{row['ratio']:.4f}" if row["ratio"] is not None else "-"
+        lines.append(
+            f"{row['length']:>10,}  {row['multiple']:>10g}  {row['perplexity']:>10.3f}  "
+            f"{shown:>17}  {ratio}"
+        )
+    return lines
+
+
+def _needle_lines(result: Mapping[str, Any]) -> list[str]:
+    def words(cell: Mapping[str, Any]) -> str:
+        place = f"length {cell['length']:,}, depth {cell['depth']:.0%}"
+        return f"{score_words(cell['ranking'])} at {place}"
+
+    best = max(result["cells"], key=lambda cell: cell["ranking"]["rate"])
+    worst = min(result["cells"], key=lambda cell: cell["ranking"]["rate"])
+    controls = [row["control"]["ranking"] for row in result["by_length"]]
+    blind = sum(control["rate"] for control in controls) / len(controls)
+    generated = max(result["by_length"], key=lambda row: row["generation"]["rate"])
+    return [
+        f"needle, ranking among {result['num_candidates']} (chance {result['chance']:.0%}, "
+        f"without a needle {blind:.0%}):",
+        f"  best cell   {words(best)}",
+        f"  worst cell  {words(worst)}",
+        f"  generation, best length {generated['length']:,}: "
+        f"{score_words(generated['generation'])}",
+    ]
+
+
+def _export_lines(step: Step) -> list[str]:
+    facts = export_facts(step)
+    if facts is None:
+        return [f"export: not made yet: {commands(step)['export']}"]
+    return [f"export: {step.hf_folder}"]

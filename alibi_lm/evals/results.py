@@ -1,0 +1,132 @@
+"""What all eval results share: corpora, names of the run and versions, storing and finding."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from alibi_lm import settings
+from alibi_lm.data.indexed import TokenFile
+from alibi_lm.errors import ConfigError, DataError, Problem
+from alibi_lm.evals.config import NeedleConfig, PerplexityConfig
+from alibi_lm.files import write_json
+
+if TYPE_CHECKING:
+    from alibi_lm.checkpoint.step import Step
+
+DEFAULT_MULTIPLES = (0.5, 1, 2, 4, 8, 16)
+
+Settings = PerplexityConfig | NeedleConfig
+
+
+def default_lengths(training_length: int) -> list[int]:
+    """1/2, 1, 2, 4, 8 and 16 times the training length."""
+    return sorted({max(1, int(multiple * training_length)) for multiple in DEFAULT_MULTIPLES})
+
+
+def chosen_lengths(step: Step, config: Settings) -> list[int]:
+    """The configured lengths or the default ones, ascending.
+
+    Raises:
+        ConfigError: a length is beyond the position table of a model with learned positions.
+    """
+    lengths = sorted(config.lengths or default_lengths(step.config.train.sequence_length))
+    largest = step.config.model.max_positions
+    if largest is None:
+        return lengths
+    if config.lengths is None:
+        return [length for length in lengths if length <= largest]
+    problems = [
+        Problem("lengths", length, f"the model has {largest} positions", "leave it out")
+        for length in lengths
+        if length > largest
+    ]
+    if problems:
+        raise ConfigError(*problems)
+    return lengths
+
+
+def open_corpora(step: Step, config: Settings) -> list[TokenFile]:
+    """The token files that an eval reads.
+
+    Raises:
+        DataError: there are none, or one cannot be read.
+    """
+    prefixes = [config.corpus] if config.corpus else step.config.data.validation
+    if not prefixes:
+        rule = "the run names no validation corpus"
+        fix = "set corpus=PREFIX, the path of token files without .bin"
+        raise DataError(Problem("data.validation", None, rule, fix))
+    return [TokenFile(prefix) for prefix in prefixes]
+
+
+def corpus_facts(files: Sequence[TokenFile]) -> list[dict[str, Any]]:
+    """Prefix, digest and counts of each corpus."""
+    return [
+        {
+            "prefix": str(file.prefix),
+            "digest": file.digest,
+            "num_documents": int(file.num_documents),
+            "num_tokens": int(file.num_tokens),
+        }
+        for file in files
+    ]
+
+
+def run_facts(step: Step) -> dict[str, Any]:
+    """Run, step and versions, as every result names them."""
+    return {
+        "run": str(step.run_folder),
+        "step": step.step,
+        "training_length": step.config.train.sequence_length,
+        "versions": {name: version(name) for name in ("alibi_lm", "torch")},
+    }
+
+
+def inputs_of(step: Step, config: Settings, files: Sequence[TokenFile]) -> dict[str, Any]:
+    """Everything a result depends on; equal inputs give an equal result."""
+    return {
+        "settings": settings.to_dict(config),
+        "corpora": [file.digest for file in files],
+        "step": step.digest,
+        "versions": run_facts(step)["versions"],
+    }
+
+
+def result_path(step: Step, name: str) -> Path:
+    """Where the result of eval `name` (perplexity or needle) is stored."""
+    return step.evals_folder / f"{name}.json"
+
+
+def store(step: Step, name: str, result: dict[str, Any]) -> Path:
+    """Atomically write a result and return its path."""
+    path = result_path(step, name)
+    write_json(path, result)
+    return path
+
+
+def stored(step: Step, name: str) -> dict[str, Any] | None:
+    """The stored result of eval `name` for this step's weights, whatever its settings, or None.
+
+    A file that is not a result (cut short by something else than this program), or is of other
+    weights under the same step number, counts as none.
+    """
+    try:
+        result = json.loads(result_path(step, name).read_text(encoding="utf-8"))
+    except (FileNotFoundError, UnicodeDecodeError, json.JSONDecodeError):
+        return None
+    if not isinstance(result, dict) or result.get("eval") != name:
+        return None
+    return result if result["inputs"]["step"] == step.digest else None
+
+
+def finished(step: Step, name: str, config: Settings) -> dict[str, Any] | None:
+    """The stored result of eval `name` if it has the same settings, corpora, step and versions."""
+    result = stored(step, name)
+    if result is None:
+        return None
+    same = result.get("inputs") == inputs_of(step, config, open_corpora(step, config))
+    return result if same else None

@@ -1,0 +1,181 @@
+"""The one interface through which evals ask a model for losses and answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from alibi_lm.errors import ConfigError, DataError, Problem
+from alibi_lm.model.cache import Cache
+from alibi_lm.model.decoder import Decoder
+
+if TYPE_CHECKING:
+    from alibi_lm.checkpoint.step import Step
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+PREFILL_TOKENS = 65536
+"""Prompt tokens put through the model at once; longer prompts go in pieces, by the cache."""
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What a model makes of a batch of prompts."""
+
+    log_likelihoods: Tensor
+    """`[B, K]` fp32, nats: of each candidate as the prompt's continuation."""
+    generated: Tensor
+    """`[B, N]` int64: the greedy continuation."""
+
+
+class Scorer(Protocol):
+    """A causal language model to be judged. Input is never cut: what does not fit is refused."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids."""
+        ...
+
+    def token_losses(self, tokens: Tensor) -> Tensor:
+        """Losses of tokens[:, 1:] given the tokens before them.
+
+        Args:
+            tokens: `[B, T + 1]` int64.
+
+        Returns:
+            `[B, T]` fp32 on the CPU, nats.
+        """
+        ...
+
+    def answers(self, prompts: Tensor, candidates: Tensor, max_new_tokens: int) -> Answers:
+        """Closed-set scores and the greedy continuation, from one pass over the prompts.
+
+        Args:
+            prompts: `[B, T]` int64.
+            candidates: `[B, K, A]` int64, K continuations of A tokens for each prompt.
+            max_new_tokens: tokens to generate.
+        """
+        ...
+
+    def generate(self, prompt: Sequence[int], max_new_tokens: int) -> list[int]:
+        """The greedy continuation of one prompt."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """Facts about the model for the result's JSON."""
+        ...
+
+
+class NativeScorer:
+    """Scores our own decoder.
+
+    Memory grows linearly with the length: attention works in chunks, and logits are made for some
+    positions at a time.
+    """
+
+    def __init__(self, decoder: Decoder, device: torch.device | str | None = None) -> None:
+        default = "cuda" if torch.cuda.is_available() else "cpu"
+        self._device = torch.device(device or default)
+        self._decoder = decoder.to(self._device).eval()
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids."""
+        return int(self._decoder.config.vocab_size or 0)
+
+    @torch.inference_mode()
+    def token_losses(self, tokens: Tensor) -> Tensor:
+        """Losses `[B, T]` of tokens[:, 1:], for tokens `[B, T + 1]`.
+
+        Raises:
+            ConfigError: more positions than the model has.
+            DataError: a token id that the model does not have.
+        """
+        tokens = self._checked(tokens, tokens.shape[1] - 1)
+        return self._decoder.losses(tokens[:, :-1], tokens[:, 1:]).float().cpu()
+
+    @torch.inference_mode()
+    def answers(self, prompts: Tensor, candidates: Tensor, max_new_tokens: int) -> Answers:
+        """Closed-set scores and the greedy continuation; the prompts' keys are computed once.
+
+        Raises:
+            ConfigError: more positions than the model has.
+            DataError: a token id that the model does not have.
+        """
+        length = prompts.shape[1]
+        longest = length + max(candidates.shape[2], max_new_tokens)
+        prompts = self._checked(prompts, longest)
+        candidates = self._checked(candidates, longest)
+        cache = self._decoder.new_cache()
+        first = self._read(prompts, cache)
+        scores = []
+        for choice in candidates.unbind(1):
+            scores.append(self._continuation(choice, first, cache))
+            cache.truncate(length)
+        return Answers(
+            torch.stack(scores, 1).cpu(), self._greedy(first, cache, max_new_tokens).cpu()
+        )
+
+    def generate(self, prompt: Sequence[int], max_new_tokens: int) -> list[int]:
+        """The greedy continuation of one prompt."""
+        prompts = torch.tensor([list(prompt)], dtype=torch.int64)
+        nothing = torch.empty(1, 1, 0, dtype=torch.int64)
+        return self.answers(prompts, nothing, max_new_tokens).generated[0].tolist()
+
+    def describe(self) -> dict[str, Any]:
+        """Kind, size, arithmetic and device."""
+        parameter = next(self._decoder.parameters())
+        return {
+            "kind": "native",
+            "num_parameters": self._decoder.num_parameters(),
+            "dtype": str(parameter.dtype).removeprefix("torch."),
+            "device": self._device.type,
+        }
+
+    def _checked(self, tokens: Tensor, num_positions: int) -> Tensor:
+        limit = self._decoder.config.max_positions
+        if limit is not None and num_positions > limit:
+            fix = "give shorter lengths; input is never cut"
+            rule = f"the model has {limit} positions"
+            raise ConfigError(Problem("length", num_positions, rule, fix))
+        if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocab_size:
+            rule = f"has a token id outside 0 to {self.vocab_size - 1}"
+            fix = "use a corpus made with the run's tokenizer"
+            raise DataError(Problem("corpus", None, rule, fix))
+        return tokens.to(self._device)
+
+    def _read(self, prompts: Tensor, cache: Cache) -> Tensor:
+        """Put prompts into the cache; log probabilities `[B, V]` fp32 of the token after."""
+        piece = max(1, PREFILL_TOKENS // prompts.shape[0])
+        for tokens in prompts.split(piece, dim=1):
+            hidden = self._decoder.hidden_states(tokens, cache)
+        return self._decoder.logits(hidden[:, -1]).float().log_softmax(-1)
+
+    def _continuation(self, choice: Tensor, first: Tensor, cache: Cache) -> Tensor:
+        """Log-likelihood `[B]` of continuations `[B, A]` of what the cache holds."""
+        if choice.shape[1] == 0:
+            return first.new_zeros(choice.shape[0])
+        total = first.gather(1, choice[:, :1]).squeeze(1)
+        if choice.shape[1] == 1:
+            return total
+        return total - self._decoder.losses(choice[:, :-1], choice[:, 1:], cache).sum(1)
+
+    def _greedy(self, first: Tensor, cache: Cache, max_new_tokens: int) -> Tensor:
+        """Most likely tokens `[B, N]` after what the cache holds."""
+        scores, new = first, []
+        for index in range(max_new_tokens):
+            new.append(scores.argmax(-1))
+            if index + 1 < max_new_tokens:
+                scores = self._read(new[-1][:, None], cache)
+        return torch.stack(new, 1) if new else first.new_empty(len(first), 0, dtype=torch.int64)
+
+
+def native_scorer(step: Step, precision: str) -> NativeScorer:
+    """The scorer of a checkpoint's own weights.
+
+    Linear biases stay fp32 whatever the precision: attention computes them from fp32 slopes.
+    """
+    return NativeScorer(step.decoder(dtype=DTYPES[precision]))

@@ -1,0 +1,173 @@
+"""The report and its pieces, complete and in parts."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from alibi_lm.errors import CheckpointError
+from alibi_lm.evals.config import NeedleConfig, PerplexityConfig
+from alibi_lm.evals.metrics import read_metrics
+from alibi_lm.evals.needle import run_needle
+from alibi_lm.evals.perplexity import run_perplexity
+from alibi_lm.evals.report import slope_rows, summary_lines, write_report
+from tests.unit.evals.evals_fakes import (
+    EOS,
+    CopyingScorer,
+    PlantedLosses,
+    WordTokenizer,
+    code_text,
+    fake_step,
+    write_documents,
+)
+
+VOID = {"meta", "link", "img", "br", "hr"}
+
+
+class Page(HTMLParser):
+    """Checks nesting and collects what a page refers to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.references: list[str] = []
+        self.text: list[str] = []
+        self.tags: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.references += [value or "" for name, value in attrs if name in ("src", "href")]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def parsed(path: Path) -> Page:
+    page = Page()
+    page.feed(path.read_text(encoding="utf-8"))
+    page.close()
+    assert page.open == []
+    return page
+
+
+def write_log(run: Path, num_points: int = 60) -> None:
+    run.mkdir(parents=True, exist_ok=True)
+    lines = [
+        {"step": 10 * i, "loss": 8 / (1 + i) ** 0.3, "grad_norm": 1.0, "lr": 1e-3,
+         "tokens": 1000 * i, "tokens_per_second": 500.0}
+        for i in range(1, num_points + 1)
+    ]  # fmt: skip
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    validation = [{"step": s, "losses": {"128": 3.0, "512": 2.9}} for s in (1, 2, 300)]
+    text = "".join(json.dumps(line) + "\n" for line in validation)
+    (run / "validation.jsonl").write_text(text)
+
+
+@pytest.fixture
+def step(tmp_path: Path) -> Any:
+    tokenizer = WordTokenizer()
+    documents = [[*tokenizer.encode(code_text(seed, 300)), EOS] for seed in range(4)]
+    fake = fake_step(tmp_path, [write_documents(tmp_path / "v", documents)], 128)
+    fake.fake_tokenizer = tokenizer
+    fake.step = 600
+    return fake
+
+
+def test_full_report_stands_alone(step: Any) -> None:
+    write_log(step.run_folder)
+    planted = PlantedLosses(lambda t, p: 2 + t * 1e-4)
+    run_perplexity(step, PerplexityConfig(lengths=[64, 128, 512]), planted)
+    config = NeedleConfig(lengths=[128, 512], num_trials=10)
+    run_needle(step, config, CopyingScorer(context=8))
+    step.hf_folder.mkdir(parents=True)
+    facts = {"max_logit_difference": {"256": 1.5e-5}, "architecture": "MPTForCausalLM"}
+    (step.hf_folder / "alibi_lm_export.json").write_text(json.dumps(facts))
+    page = parsed(write_report(step))
+    assert page.tags.count("img") == 3
+    assert all(re.match(r"data:", reference) for reference in page.references)
+    assert "script" not in page.tags
+    text = " ".join(page.text)
+    source = (step.evals_folder / "report.html").read_text()
+    assert not re.search(r"https?://|url\(|@import", source)
+    for words in ("Perplexity holds past the training length", "Retrieves within", "1.5e-05",
+                  "does not show", "stated number", "slope"):  # fmt: skip
+        assert words in text
+    for name in ("loss", "perplexity", "needle"):
+        assert (step.evals_folder / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_empty_report_names_the_commands(step: Any) -> None:
+    text = " ".join(parsed(write_report(step)).text)
+    for command in ("alibi-lm eval perplexity", "alibi-lm eval needle", "alibi-lm export"):
+        assert f"{command} {step.run_folder}" in text
+    lines = "\n".join(summary_lines(step))
+    assert f"alibi-lm eval perplexity {step.run_folder}" in lines
+    assert "report.html" in lines
+
+
+def test_results_of_other_weights_are_left_out(step: Any) -> None:
+    planted = PlantedLosses(lambda t, p: torch.ones(t.shape))
+    run_perplexity(step, PerplexityConfig(lengths=[128]), planted)
+    assert "cannot tell" in " ".join(parsed(write_report(step)).text)
+    step.digest = "other"
+    assert "has not been measured" in " ".join(parsed(write_report(step)).text)
+
+
+def test_names_are_escaped(step: Any) -> None:
+    step.config.data.corpora[0].prefix = "<script>alert(1)</script>"
+    page = parsed(write_report(step))
+    assert "script" not in page.tags
+
+
+def test_summary_shows_the_table_and_the_extremes(step: Any) -> None:
+    run_perplexity(
+        step, PerplexityConfig(lengths=[64, 128, 512]), PlantedLosses(lambda t, p: 2 + t * 1e-4)
+    )
+    run_needle(step, NeedleConfig(lengths=[128, 512], num_trials=10), CopyingScorer(200, context=8))
+    lines = summary_lines(step)
+    table = [line.split() for line in lines if re.match(r"\s+\d+ ", line)]
+    assert [row[0] for row in table] == ["64", "128", "512"]
+    assert any("best cell   100%" in line for line in lines)
+    assert any("worst cell" in line and "length 512" in line for line in lines)
+    assert "report: not written yet: alibi-lm report" in lines[-1]
+    write_report(step)
+    assert summary_lines(step)[-1] == f"report: {step.evals_folder / 'report.html'}"
+
+
+def test_metrics_are_read_up_to_the_step_and_a_cut_line_is_left_out(tmp_path: Path) -> None:
+    assert read_metrics(tmp_path) is None
+    write_log(tmp_path)
+    metrics = read_metrics(tmp_path, 200)
+    assert metrics is not None
+    assert [point.step for point in metrics.points] == list(range(10, 210, 10))
+    assert metrics.validation_lengths == [128, 512]
+    assert metrics.validation(512) == [(1, 2.9), (2, 2.9)]
+    assert metrics.training_seconds == pytest.approx(20 * 1000 / 500)
+    path = tmp_path / "metrics.jsonl"
+    whole = path.read_text()
+    path.write_text(whole + '{"step": 610, "lo')
+    assert read_metrics(tmp_path) is not None
+    path.write_text('{"step": 610, "lo\n' + whole)
+    with pytest.raises(CheckpointError, match="line 1 is not JSON"):
+        read_metrics(tmp_path)
+
+
+def test_slopes_have_their_horizon(step: Any) -> None:
+    rows = slope_rows(step)
+    assert [row["slope"] for row in rows] == [0.25, 0.0625, 0.015625, 0.00390625]
+    for row in rows:
+        assert np.exp(-row["slope"] * row["horizon"]) == pytest.approx(1e-3)
+    step.config.model.position = "none"
+    assert slope_rows(step) == []
