@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
@@ -50,15 +51,17 @@ class SourceConfig:
     name: str
     """Name of the corpus; its token files are NAME_train and NAME_validation."""
     path: list[str] | str
-    """Files, globs or folders; or the name of a dataset on the Hugging Face hub."""
+    """Files, globs or folders; or the name of a dataset on the Hugging Face hub. A path that
+    starts with ${python:stdlib} lies in the running Python's standard library."""
     format: Literal["text", "jsonl", "parquet", "arrow", "hub"] = "text"
-    """How documents are stored; text is one document a file."""
+    """How documents are stored; text is one document a file, jsonl may be compressed (.gz)."""
     text_field: str = "text"
     """Field that holds the document (all formats but text)."""
     include: str = "*"
     """Which files of a folder count, as a file name pattern."""
     exclude: list[str] = field(default_factory=list)
-    """Patterns of relative paths that do not count."""
+    """Patterns of paths that do not count; a path is relative to its folder (of a glob: to the
+    folder before the first wildcard) and * matches / too, so test/* leaves out all of test."""
     split: str = "train"
     """Split of a hub dataset."""
     subset: str | None = None
@@ -72,13 +75,50 @@ class SourceConfig:
     max_documents: int | None = None
     """Stop after this many kept documents."""
     not_utf8: Literal["refuse", "skip"] = "refuse"
-    """What to do with a file that is not UTF-8: refuse it by name, or skip it and count it."""
+    """What to do with a file (jsonl: a line) that is not UTF-8: refuse it by name, or skip it,
+    count it and name it in the manifest."""
     validation_fraction: float = 0.05
     """Share of documents that go to validation, chosen by the hash of their text."""
     min_long_validation: int = 0
     """Keep at least this many documents of long_chars or more for validation, by lowest hash."""
     long_chars: int = 0
     """Length in characters from which a document counts as long."""
+
+    @property
+    def paths(self) -> list[str]:
+        """`path` as a list."""
+        return [self.path] if isinstance(self.path, str) else list(self.path)
+
+    def problems(self, key: str) -> Iterator[Problem]:
+        """The rules of this section that are broken."""
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.name):
+            yield Problem(f"{key}name", self.name, "is not usable in a file name",
+                          "use letters, digits, dot, dash and underscore")  # fmt: skip
+        if not self.paths or not all(self.paths):
+            yield Problem(f"{key}path", self.path, "is empty", "name files, globs or folders")
+        if self.format == "hub" and len(self.paths) != 1:
+            yield Problem(f"{key}path", self.path, "is more than one hub dataset",
+                          "write one source for each")  # fmt: skip
+        if self.min_chars < 0:
+            yield Problem(f"{key}min_chars", self.min_chars, "is negative", "give 0 or more")
+        if self.max_chars is not None and self.max_chars < max(1, self.min_chars):
+            yield Problem(f"{key}max_chars", self.max_chars, "leaves no document",
+                          "give at least min_chars and 1, or leave it out")  # fmt: skip
+        if self.max_documents is not None and self.max_documents < 1:
+            yield Problem(f"{key}max_documents", self.max_documents, "is not positive",
+                          "give a positive number or leave it out")  # fmt: skip
+        if not 0 <= self.validation_fraction < 1:
+            yield Problem(f"{key}validation_fraction", self.validation_fraction,
+                          "is not in [0, 1)", "give a share such as 0.01")  # fmt: skip
+        if self.min_long_validation < 0:
+            yield Problem(f"{key}min_long_validation", self.min_long_validation, "is negative",
+                          "give 0 or more")  # fmt: skip
+        if self.min_long_validation > 0 and self.long_chars < 1:
+            yield Problem(f"{key}long_chars", self.long_chars, "does not say what long is",
+                          "give the characters of a long document")  # fmt: skip
+        if self.max_chars is not None and self.long_chars > self.max_chars:
+            yield Problem(f"{key}long_chars", self.long_chars, "is more than max_chars",
+                          "make it smaller than max_chars")  # fmt: skip
 
 
 @dataclass
@@ -96,6 +136,19 @@ class TokenizerConfig:
     character_coverage: float = 0.9995
     """Share of characters that get a piece; the rest become bytes."""
 
+    def problems(self, key: str) -> Iterator[Problem]:
+        """The rules of this section that are broken."""
+        if self.vocab_size < 261:
+            yield Problem(f"{key}vocab_size", self.vocab_size,
+                          "is less than the 4 control and 256 byte pieces and one more",
+                          "give 261 or more")  # fmt: skip
+        if self.max_bytes < 1:
+            yield Problem(f"{key}max_bytes", self.max_bytes, "is not positive",
+                          "give some megabytes")  # fmt: skip
+        if not 0.98 <= self.character_coverage <= 1:
+            yield Problem(f"{key}character_coverage", self.character_coverage,
+                          "is not in [0.98, 1]", "give a share such as 0.9995")  # fmt: skip
+
 
 @dataclass
 class RecipeConfig:
@@ -111,3 +164,19 @@ class RecipeConfig:
     """Processes that tokenise; by default one a core."""
     seed: int = 0
     """Seed of the tokenizer trainer's choice of documents."""
+
+    def problems(self, key: str) -> Iterator[Problem]:
+        """The rules of this section that are broken."""
+        if not self.output:
+            yield Problem(f"{key}output", self.output, "is empty", "name a folder")
+        if not self.sources:
+            yield Problem(f"{key}sources", None, "is empty", "list at least one source")
+        names = [source.name for source in self.sources]
+        for index, name in enumerate(names):
+            # Files of `a` and of `A` are the same ones on some file systems.
+            if name.lower() in [earlier.lower() for earlier in names[:index]]:
+                yield Problem(f"{key}sources.{index}.name", name, "is another source's name",
+                              "give every source its own name")  # fmt: skip
+        if self.num_workers is not None and self.num_workers < 1:
+            yield Problem(f"{key}num_workers", self.num_workers, "is not positive",
+                          "give 1 or more, or leave it out for one a core")  # fmt: skip

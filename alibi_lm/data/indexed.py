@@ -19,6 +19,7 @@ consecutive sequences. GPT-NeoX and Megatron-DeepSpeed write the same layout.
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import struct
 from collections.abc import Iterator, Sequence
@@ -253,8 +254,8 @@ class TokenFileWriter:
             raise TypeError(f"tokens are {tokens.dtype}, the file holds {self.dtype}")
         if int(lengths.sum(dtype=np.int64)) != len(tokens):
             raise ValueError("lengths do not add up to the number of tokens")
-        self._bin.write(tokens.tobytes())
-        self._lengths.write(lengths.astype("<i4", copy=False).tobytes())
+        _write(self._bin, tokens.tobytes())
+        _write(self._lengths, lengths.astype("<i4", copy=False).tobytes())
         self.num_documents += len(lengths)
         self.num_tokens += len(tokens)
 
@@ -267,7 +268,6 @@ class TokenFileWriter:
     def flush(self) -> dict[str, int]:
         """Put all that was added on the storage device, and return the state to go on from."""
         for file in (self._bin, self._lengths):
-            file.flush()
             os.fsync(file.fileno())
         return {"documents": self.num_documents, "tokens": self.num_tokens}
 
@@ -320,12 +320,19 @@ def partial_paths(prefix: Path) -> tuple[Path, Path]:
     )
 
 
-def _open_at(path: Path, size: int) -> BinaryIO:
+def _write(file: io.FileIO, content: bytes) -> None:
+    """Write all of `content`; without a buffer, a full disk is met here and not when closing."""
+    view = memoryview(content)
+    while view:
+        view = view[file.write(view) :]
+
+
+def _open_at(path: Path, size: int) -> io.FileIO:
     """Open a file for appending after its first `size` bytes; what is behind them is cut off."""
     found = path.stat().st_size if path.exists() else 0
     if found < size:
         rule = f"is cut short: {size:,} bytes expected, {found:,} bytes found"
         raise DataError(Problem(str(path), None, rule, "prepare with overwrite"))
-    file = path.open("ab")
+    file = io.FileIO(path, "ab")
     file.truncate(size)
     return file

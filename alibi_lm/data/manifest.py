@@ -1,0 +1,88 @@
+"""manifest.json: what a prepared folder holds and what it was made from."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import alibi_lm
+from alibi_lm.data.config import RecipeConfig
+from alibi_lm.data.tokenizer import Tokenizer
+from alibi_lm.errors import DataError, Problem
+from alibi_lm.settings import flatten, to_dict
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+_FREE_KEYS = ("output", "num_workers")
+"""Keys of a recipe that do not change what is made."""
+
+
+def read_manifest(path: Path) -> dict[str, Any] | None:
+    """A manifest, or None where there is none.
+
+    Raises:
+        DataError: the file is there and is no manifest.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        detail = " ".join(str(error).split())
+        fix = "prepare again with overwrite"
+        raise DataError(Problem(str(path), None, f"is not a manifest ({detail})", fix)) from None
+    if not isinstance(content, dict) or "recipe" not in content:
+        fix = "prepare again with overwrite"
+        raise DataError(Problem(str(path), None, "is not a manifest", fix))
+    return content
+
+
+def manifest_for(prefix: str | Path) -> dict[str, Any] | None:
+    """The manifest beside a token file; None for files of another framework."""
+    return read_manifest(Path(prefix).parent / MANIFEST)
+
+
+def check_tokenizer(prefix: str | Path, tokenizer: Tokenizer) -> None:
+    """Refuse a tokenizer that did not make a token file. Files without a manifest pass.
+
+    Raises:
+        DataError: the manifest beside the file names another tokenizer.
+    """
+    manifest = manifest_for(prefix)
+    if manifest is None:
+        return
+    made_by = manifest["tokenizer"]["digest"]
+    if made_by != tokenizer.digest:
+        folder = Path(prefix).parent / "tokenizer"
+        rule = f"is not the tokenizer of {prefix} ({tokenizer.digest[:12]}, not {made_by[:12]})"
+        raise DataError(Problem(str(tokenizer.file), None, rule, f"take {folder}"))
+
+
+def versions() -> dict[str, str]:
+    """Versions of what makes token files."""
+    packages = ("datasets", "numpy", "sentencepiece", "tokenizers")
+    found = {"alibi_lm": alibi_lm.__version__, "python": platform.python_version()}
+    return found | {package: version(package) for package in packages}
+
+
+def comparable(recipe: RecipeConfig | dict[str, Any]) -> dict[str, Any]:
+    """A recipe as dotted keys, sources by name, without the keys that change nothing."""
+    content = dict(to_dict(recipe))
+    for key in _FREE_KEYS:
+        content.pop(key, None)
+    content["sources"] = {source["name"]: source for source in content["sources"]}
+    return flatten(content)
+
+
+def different_keys(old: dict[str, Any], new: RecipeConfig) -> Iterator[Problem]:
+    """The keys in which a new recipe differs from the one that a folder was made from."""
+    before, now = comparable(old), comparable(new)
+    for key in sorted(before.keys() | now.keys()):
+        if before.get(key) != now.get(key):
+            rule = f"was {before.get(key)!r} when {new.output} was prepared"
+            fix = "name another output, or prepare again with overwrite"
+            yield Problem(key, repr(now.get(key)), rule, fix)
