@@ -23,6 +23,15 @@ from torch.autograd.function import once_differentiable
 
 QUERY_CHUNK = 1024
 
+# The kernel's backward pass starts from the rounded output. The error averages out over many
+# rows; with as few as this, it could be as large as the gradient, and width costs nothing.
+FEW_ROWS = 512
+_WIDER = {
+    torch.bfloat16: torch.float32,
+    torch.float16: torch.float32,
+    torch.float32: torch.float64,
+}
+
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
@@ -41,28 +50,37 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, slopes: tuple[float, ...] |
     # The kernel reads its inputs as if neighbours in the last dimension were so in memory.
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     tracked = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    if tracked:
-        return _Flash.apply(q, k, v, slopes)
-    outputs = [part[0] for part in _chunks_forward(q, k, v, slopes)]
-    return outputs[0] if len(outputs) == 1 else _join(q, outputs)
+    if not tracked:
+        outputs = [part[0] for part in _chunks_forward(q, k, v, slopes)]
+        return outputs[0] if len(outputs) == 1 else _join(q, outputs)
+    rows = q.shape[0] * q.shape[1] * q.shape[2]
+    if rows <= FEW_ROWS and q.dtype in _WIDER:
+        wider = _WIDER[q.dtype]
+        return _Flash.apply(q.to(wider), k.to(wider), v.to(wider), slopes).to(q.dtype)
+    return _Flash.apply(q, k, v, slopes)
 
 
-def key_bias(slopes: tuple[float, ...] | None, num_keys: int) -> Tensor | None:
-    """m_h (j - (num_keys - 1)) for j < num_keys as [1, H, 1, num_keys] fp32, a view of a cache."""
+def key_bias(slopes: tuple[float, ...] | None, num_keys: int, dtype: torch.dtype) -> Tensor | None:
+    """m_h (j - (num_keys - 1)) for j < num_keys as [1, H, 1, num_keys], a view of a cache.
+
+    It is fp32 for q, k, v in `dtype` of at most 32 bits, and fp64 for fp64: given an fp32 bias
+    there, the kernel reads it as if it were fp64.
+    """
     if slopes is None:
         return None
     # Powers of two, so that decoding token by token does not make a table for every length.
     capacity = max(256, 1 << (num_keys - 1).bit_length())
-    return _bias_table(slopes, capacity)[..., capacity - num_keys :]
+    bias_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    return _bias_table(slopes, capacity, bias_dtype)[..., capacity - num_keys :]
 
 
 @lru_cache(maxsize=8)
-def _bias_table(slopes: tuple[float, ...], capacity: int) -> Tensor:
+def _bias_table(slopes: tuple[float, ...], capacity: int, dtype: torch.dtype) -> Tensor:
     # A tensor first made in inference mode could not be used in a later training step.
     with torch.inference_mode(False), torch.no_grad():
         distances = torch.arange(capacity - 1, -1, -1, dtype=torch.float64, device="cpu")
         heads = torch.tensor(slopes, dtype=torch.float64, device="cpu").view(1, -1, 1, 1)
-        return (-heads * distances).to(torch.float32)
+        return (-heads * distances).to(dtype)
 
 
 def _blocks(start: int, stop: int) -> list[tuple[int, int, bool]]:
@@ -88,7 +106,7 @@ def _chunks_forward(
     offset = k.shape[2] - q.shape[2]
     results = []
     for first, end in _chunks(q.shape[2]):
-        bias = key_bias(slopes, offset + end)
+        bias = key_bias(slopes, offset + end, q.dtype)
         queries = q[:, :, first:end]
         merged: tuple[Tensor, Tensor] | None = None
         for start, stop, causal in _blocks(offset + first, offset + end):
@@ -110,7 +128,7 @@ def _merge(past: tuple[Tensor, Tensor], near: tuple[Tensor, Tensor]) -> tuple[Te
     (past_output, past_lse), (near_output, near_lse) = past, near
     # The share of the near keys from the difference: an error of the sum would not cancel.
     share = torch.sigmoid(near_lse - past_lse).unsqueeze(-1)
-    output = torch.lerp(past_output.float(), near_output.float(), share)
+    output = torch.lerp(past_output.to(share.dtype), near_output.to(share.dtype), share)
     return output.to(near_output.dtype), torch.logaddexp(past_lse, near_lse)
 
 
@@ -139,7 +157,7 @@ class _Flash(torch.autograd.Function):
         if grad.stride(-1) != 1:
             grad = grad.contiguous()
         groups = q.shape[1] // k.shape[1]
-        if groups > 1 and q.dtype != torch.float32:
+        if groups > 1 and q.dtype in (torch.bfloat16, torch.float16):
             # The kernel would add up the heads of a group in 16 bits.
             k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
             dq, dk, dv = _chunks_backward(grad, q, k, v, output, logsumexps, ctx.slopes)
@@ -161,17 +179,17 @@ def _chunks_backward(
     logsumexps: list[Tensor],
     slopes: tuple[float, ...] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v. Sums over blocks are fp32, rounded once at the end."""
+    """Gradients of q, k and v. Sums over blocks are fp32 (or fp64), rounded once at the end."""
     offset = k.shape[2] - q.shape[2]
     chunks = _chunks(q.shape[2])
     single = len(chunks) == 1 and len(_blocks(offset, k.shape[2])) == 1
+    wide = logsumexps[0].dtype
     dqs: list[Tensor] = []
     dk = dv = grad
     if not single:
-        dk = torch.zeros(k.shape, dtype=torch.float32, device=k.device)
-        dv = torch.zeros(v.shape, dtype=torch.float32, device=v.device)
+        dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (k, v))
     for (first, end), lse in zip(chunks, logsumexps, strict=True):
-        bias = key_bias(slopes, offset + end)
+        bias = key_bias(slopes, offset + end, q.dtype)
         dq: Tensor | None = None
         for start, stop, causal in _blocks(offset + first, offset + end):
             part_q, part_k, part_v = _backward(
@@ -189,7 +207,7 @@ def _chunks_backward(
                 return part_q, part_k, part_v
             dk[:, :, start:stop] += part_k
             dv[:, :, start:stop] += part_v
-            dq = part_q if dq is None else dq.float() + part_q
+            dq = part_q if dq is None else dq.to(wide) + part_q
         assert dq is not None
         dqs.append(dq.to(q.dtype))
     return dqs[0] if len(dqs) == 1 else _join(q, dqs), dk.to(k.dtype), dv.to(v.dtype)
