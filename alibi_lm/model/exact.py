@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 # Scores held at once: 64 MiB in fp32.
@@ -76,11 +78,29 @@ def _one_chunk(
     compute = torch.float64 if q.dtype == torch.float64 else torch.float32
     # Heads of a group share their keys: one product for all of them.
     grouped = (q.to(compute) * (1 / math.sqrt(width))).reshape(batch, kv_heads, -1, width)
-    scores = (grouped @ k.to(compute).transpose(-1, -2)).view(batch, heads, num_queries, num_keys)
+    scores = _Product.apply(grouped, k.to(compute).transpose(-1, -2)).view(
+        batch, heads, num_queries, num_keys
+    )
     scores = scores + _score_bias(q, num_keys, slopes, window, bias, compute)
     weights = scores.softmax(dim=-1)
-    mixed = weights.view(batch, kv_heads, -1, num_keys) @ v.to(compute)
+    mixed = _Product.apply(weights.view(batch, kv_heads, -1, num_keys), v.to(compute))
     return mixed.view(batch, heads, num_queries, -1).transpose(1, 2).to(q.dtype)
+
+
+class _Product(torch.autograd.Function):
+    """a @ b whose gradients keep their precision also where the backward pass is in autocast."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return a @ b
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = ctx.saved_tensors
+        with torch.autocast(grad.device.type, enabled=False):
+            return grad @ b.transpose(-1, -2), a.transpose(-1, -2) @ grad
 
 
 def _score_bias(

@@ -57,6 +57,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        with torch.autocast(grad.device.type, enabled=False):
+            return _LinearCrossEntropy._gradients(ctx, grad)
+
+    @staticmethod
+    def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         hidden, weight, targets, *kept = ctx.saved_tensors
         d_hidden = torch.empty_like(hidden)
         d_weight: Tensor | None = None
