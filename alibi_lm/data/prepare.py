@@ -19,7 +19,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +34,14 @@ from alibi_lm.data.sources import fingerprint
 from alibi_lm.data.tokenise import TRAIN, VALIDATION, SourceTokeniser
 from alibi_lm.data.tokenizer import Tokenizer, load_tokenizer
 from alibi_lm.data.training import train_tokenizer
-from alibi_lm.data.worker import Encoder, Workers, available_cores
-from alibi_lm.errors import DataError, Problem
+from alibi_lm.data.worker import Encoder, Interrupted, Workers, available_cores
+from alibi_lm.errors import DataError, Problem, UserError
 from alibi_lm.files import sha256, sync, write_json
 from alibi_lm.settings import apply_overrides, build, load_yaml, to_dict
 
 RECORD_SECONDS = 2.0
 """How much tokenising a kill may cost."""
-_STAGED = "manifest.staged.json"
+_STAGED, _PLAN = "manifest.staged.json", "plan.json"
 
 
 def load_recipe(path: str | Path, overrides: tuple[str, ...] | list[str] = ()) -> RecipeConfig:
@@ -68,7 +68,8 @@ def prepare(
 
     Raises:
         DataError: the folder is another recipe's (the differing keys are named), its sources have
-            changed, a source or tokenizer cannot be used, or the disk is full.
+            changed, or a source or tokenizer cannot be used.
+        Interrupted: the disk is full or a process was killed; what is done is kept.
         ConfigError: the tokenizer's vocabulary does not fit the documents.
     """
     output = Path(recipe.output)
@@ -80,10 +81,11 @@ def prepare(
         work = output / ".partial"
         _open_work(work, recipe, fingerprints, overwrite)
         if not (work / _STAGED).exists():
-            plan, tokenizer = _plan_and_tokenizer(work, recipe)
-            corpora = _tokenise(work, recipe, plan, tokenizer, record_seconds)
-            manifest = _manifest(work, recipe, fingerprints, tokenizer, corpora)
-            write_json(work / _STAGED, manifest)
+            with _discarded_on_bad_input(work):
+                plan, tokenizer = _plan_and_tokenizer(work, recipe)
+                corpora = _tokenise(work, recipe, plan, tokenizer, record_seconds)
+                manifest = _manifest(work, recipe, fingerprints, tokenizer, corpora)
+                write_json(work / _STAGED, manifest)
         _publish(work, output)
     return output / MANIFEST
 
@@ -97,7 +99,21 @@ def _full_disk_named(output: Path) -> Iterator[None]:
             raise
         rule = os.strerror(error.errno).lower()
         fix = "mend that and run the same command again: it goes on where it stopped"
-        raise DataError(Problem(str(error.filename or output), None, rule, fix)) from None
+        raise Interrupted(Problem(str(error.filename or output), None, rule, fix)) from None
+
+
+@contextmanager
+def _discarded_on_bad_input(work: Path) -> Iterator[None]:
+    """Bad input leaves nothing behind: its cure is another recipe or other sources."""
+    try:
+        yield
+    except Interrupted:
+        raise
+    except UserError:
+        shutil.rmtree(work)
+        with suppress(OSError):  # it holds an older preparation
+            work.parent.rmdir()
+        raise
 
 
 def _is_made(
@@ -157,7 +173,7 @@ def _open_work(
     if started.exists():
         before = json.loads(started.read_text(encoding="utf-8"))
         problems = list(different_keys(before["recipe"], recipe))
-        if problems and not overwrite:
+        if problems and not overwrite and (work / _PLAN).exists():
             raise DataError(*problems)
         if not problems and before["fingerprints"] == fingerprints:
             console.say(f"prepare: going on with the interrupted preparation in {work}")
@@ -171,7 +187,7 @@ def _open_work(
 
 def _plan_and_tokenizer(work: Path, recipe: RecipeConfig) -> tuple[Plan, Tokenizer]:
     """Do the first pass and train the tokenizer, or find both done."""
-    plan_path, folder = work / "plan.json", work / "tokenizer"
+    plan_path, folder = work / _PLAN, work / "tokenizer"
     if plan_path.exists():
         content = json.loads(plan_path.read_text(encoding="utf-8"))
         return Plan.from_json(content), load_tokenizer(folder)

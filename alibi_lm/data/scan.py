@@ -81,16 +81,21 @@ def scan(recipe: RecipeConfig, sample: TextSample | None) -> Plan:
     for source in recipe.sources:
         lowest: list[tuple[float, str]] = []
         total = _file_bytes(source)
+        reader = Reader(source)
         with Progress(f"reading {source.name}", total) as progress:
             plan.num_bytes[source.name] = 0
-            for document in Reader(source):
+            for document in reader:
                 plan.num_bytes[source.name] += document.num_bytes
                 progress.advance(document.num_bytes)
                 if source.min_long_validation and len(document.text) >= source.long_chars:
                     _keep_lowest(lowest, document, source.min_long_validation)
                 if sample is not None and document.share >= source.validation_fraction:
                     sample.offer(document)
-        if len(lowest) < source.min_long_validation:
+        if not reader.kept:
+            rule = f"has no document left (left out: {dict(reader.skipped)})"
+            fix = "check its path and its filters"
+            problems.append(Problem(f"source {source.name}", None, rule, fix))
+        elif len(lowest) < source.min_long_validation:
             problems.append(
                 Problem(
                     f"source {source.name}: min_long_validation",

@@ -37,6 +37,10 @@ serve()
 """
 
 
+class Interrupted(DataError):
+    """Work stopped through no fault of its input; the same command goes on where it was."""
+
+
 @dataclass
 class Encoded:
     """Tokens of a batch of documents, each ended by one eos."""
@@ -119,7 +123,7 @@ class Workers:
         """Encode the texts of each (label, texts), in order, a few batches ahead.
 
         Raises:
-            DataError: a worker ended by itself (killed, or out of memory).
+            Interrupted: a worker ended by itself (killed, or out of memory).
         """
         if self._pool is None:
             for label, texts in batches:
@@ -145,7 +149,7 @@ class Workers:
             code = process.wait()
             rule = f"ended with exit code {code} (out of memory, or killed)"
             fix = "run the same command again, with fewer num_workers if memory is short"
-            raise DataError(Problem("a tokenising process", None, rule, fix)) from None
+            raise Interrupted(Problem("a tokenising process", None, rule, fix)) from None
 
     def _start(self) -> subprocess.Popen[bytes]:
         root = str(Path(__file__).resolve().parents[2])
