@@ -2,7 +2,7 @@
 
 import sys
 
-from alibi_lm.train.entry import main
+from alibi_lm.train.entry import run
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run(sys.argv[1:])

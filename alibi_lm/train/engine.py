@@ -88,12 +88,20 @@ class Engine:
                 if not math.isfinite(mean):
                     raise NotFinite(f"loss {mean}")
             engine.backward(loss)
+            if index == len(batches) - 1 and self.stage == 0:
+                norm = self._plain_grad_norm()
             engine.step()
-        norm = float(engine.get_global_grad_norm() or 0.0)
+        if self.stage != 0:
+            norm = float(engine.get_global_grad_norm())
         skipped = bool(getattr(engine.optimizer, "overflow", False))
         if not math.isfinite(norm) and self.config.train.precision != "fp16":
             raise NotFinite(f"gradient norm {norm}")
         return StepResult(mean, norm, rate, skipped)
+
+    def _plain_grad_norm(self) -> float:
+        # Without ZeRO, DeepSpeed clips without saying what the norm was.
+        gradients = [p.grad for p in self.deepspeed.module.parameters() if p.grad is not None]
+        return float(torch.nn.utils.get_total_norm(gradients))
 
     @staticmethod
     def _mean(total: float, count: int) -> float:

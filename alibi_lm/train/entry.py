@@ -9,6 +9,7 @@ import socket
 import sys
 import warnings
 from collections.abc import Sequence
+from typing import NoReturn
 
 from alibi_lm.console import console
 from alibi_lm.errors import UserError
@@ -91,5 +92,18 @@ def _leave() -> None:
         dist.destroy_process_group()
 
 
+def run(arguments: Sequence[str]) -> NoReturn:
+    """`main` as a process: ends it with main's exit code.
+
+    The process ends without the interpreter's own shutdown: native threads of the communication
+    libraries now and then abort in it, and a launcher would take the finished run for a failed
+    one. By then every file is closed and synced.
+    """
+    code = main(arguments)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run(sys.argv[1:])

@@ -110,16 +110,20 @@ def _moments(engine: DeepSpeedEngine, flat: torch.Tensor) -> dict[str, Any]:
     return state
 
 
+def _flats(engine: DeepSpeedEngine) -> list[torch.Tensor]:
+    """The optimizer's flat tensors; ZeRO-3 takes them out of the groups between steps."""
+    return list({id(fragment.flat): fragment.flat for fragment in fragments(engine)}.values())
+
+
 def num_updates(engine: DeepSpeedEngine) -> int:
     """How many times Adam has stepped; below the training step where fp16 skipped some."""
     optimizer = base_optimizer(engine)
-    for group in optimizer.param_groups:
-        if "step" in group:
-            return int(group["step"])
-        for flat in group["params"]:
-            if "step" in optimizer.state[flat]:
-                return int(optimizer.state[flat]["step"])
-    return 0
+    counts = {int(group["step"]) for group in optimizer.param_groups if "step" in group}
+    states = [optimizer.state[flat] for flat in _flats(engine) if flat in optimizer.state]
+    counts |= {int(state["step"]) for state in states if "step" in state}
+    if len(counts) > 1:
+        raise AssertionError(f"parts of the optimizer disagree on their step: {sorted(counts)}")
+    return counts.pop() if counts else 0
 
 
 def owned_tensors(engine: DeepSpeedEngine) -> Iterator[tuple[Fragment, str, torch.Tensor]]:
@@ -154,16 +158,15 @@ def load(engine: DeepSpeedEngine, reader: FragmentReader, updates: int | None) -
 
 
 def _set_updates(engine: DeepSpeedEngine, updates: int) -> None:
-    optimizer = base_optimizer(engine)
-    for group in optimizer.param_groups:
+    for group in base_optimizer(engine).param_groups:
         if "step" in group:
             group["step"] = updates
-        for flat in group["params"]:
-            state = _moments(engine, flat)
-            if isinstance(state["step"], torch.Tensor):
-                state["step"].fill_(updates)
-            else:
-                state["step"] = updates
+    for flat in _flats(engine):
+        state = _moments(engine, flat)
+        if isinstance(state["step"], torch.Tensor):
+            state["step"].fill_(updates)
+        else:
+            state["step"] = updates
 
 
 def _refresh_module(engine: DeepSpeedEngine, reader: FragmentReader) -> None:
