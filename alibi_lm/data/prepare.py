@@ -15,6 +15,7 @@ its content until the new one is complete.
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -73,12 +74,15 @@ def prepare(
         ConfigError: the tokenizer's vocabulary does not fit the documents.
     """
     output = Path(recipe.output)
-    with _full_disk_named(output):
-        fingerprints = {source.name: fingerprint(source) for source in recipe.sources}
+    work = output / ".partial"
+    _check_output(output)
+    fingerprints = {source.name: fingerprint(source) for source in recipe.sources}
+    with _full_disk_named(output), _alone(output):
         if _is_made(output, recipe, fingerprints, overwrite):
+            if _staged(work) == read_manifest(output / MANIFEST):
+                shutil.rmtree(work)  # a process was killed just before it did this
             console.say(f"prepare: {output} is prepared already, nothing to do")
             return output / MANIFEST
-        work = output / ".partial"
         _open_work(work, recipe, fingerprints, overwrite)
         if not (work / _STAGED).exists():
             with _discarded_on_bad_input(work):
@@ -88,6 +92,12 @@ def prepare(
                 write_json(work / _STAGED, manifest)
         _publish(work, output)
     return output / MANIFEST
+
+
+def _check_output(output: Path) -> None:
+    for path in (output, *output.parents):
+        if path.exists() and not path.is_dir():
+            raise DataError(Problem("output", str(output), f"{path} is a file", "name a folder"))
 
 
 @contextmanager
@@ -100,6 +110,31 @@ def _full_disk_named(output: Path) -> Iterator[None]:
         rule = os.strerror(error.errno).lower()
         fix = "mend that and run the same command again: it goes on where it stopped"
         raise Interrupted(Problem(str(error.filename or output), None, rule, fix)) from None
+
+
+@contextmanager
+def _alone(output: Path) -> Iterator[None]:
+    """Hold the folder against a second process that prepares it; the kernel lets go at a kill.
+
+    Raises:
+        DataError: another process holds it.
+    """
+    output.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(output, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        fix = "wait for it, or end it"
+        raise DataError(
+            Problem(str(output), None, "is being prepared by another process", fix)
+        ) from None
+    except OSError:
+        pass  # a file system without locks: do without
+    try:
+        yield
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager
@@ -287,15 +322,21 @@ def _manifest(
     }
 
 
+def _staged(work: Path) -> dict[str, Any] | None:
+    """The manifest of work that is complete but not yet in its place."""
+    path = work / _STAGED
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
 def _publish(work: Path, output: Path) -> None:
     """Move what was made to its place. A kill in between is mended by doing it again."""
-    manifest = json.loads((work / _STAGED).read_text(encoding="utf-8"))
-    old = _readable(output)
-    if old is not None:
-        (output / MANIFEST).unlink()
-        sync(output)
-        for name in old.get("files", {}).keys() - manifest["files"].keys():
-            (output / name).unlink(missing_ok=True)
+    manifest = _staged(work)
+    assert manifest is not None
+    old = _readable(output) or {}
+    for name in old.get("files", {}).keys() - manifest["files"].keys():
+        (output / name).unlink(missing_ok=True)
+    (output / MANIFEST).unlink(missing_ok=True)
+    sync(output)
     for name in manifest["files"]:
         if (work / name).exists():  # else an earlier, killed call has moved it
             (output / name).parent.mkdir(exist_ok=True)

@@ -14,7 +14,7 @@ _LOG_SECONDS = 30.0
 
 
 class Progress:
-    """Bytes of text done, on a terminal ten times a second, in a log every half minute."""
+    """Bytes of text done: a bar on a terminal; elsewhere a line of log every half minute."""
 
     def __init__(self, title: str, total: int | None, done: int = 0) -> None:
         """
@@ -24,16 +24,16 @@ class Progress:
             done: bytes that an earlier process did.
         """
         self._title = title
-        self._start = time.monotonic()
-        self._done = 0
+        self._total = total
+        self._start = self._logged = time.monotonic()
+        self._before = self._done = done
         self._bar = tqdm(
             desc=title,
             total=total,
             initial=done,
             unit="B",
             unit_scale=True,
-            disable=console.muted,
-            mininterval=0.1 if sys.stderr.isatty() else _LOG_SECONDS,
+            disable=console.muted or not sys.stderr.isatty(),
             leave=False,
         )
 
@@ -52,9 +52,28 @@ class Progress:
         """Say that `num_bytes` more are done."""
         self._done += num_bytes
         self._bar.update(num_bytes)
+        now = time.monotonic()
+        if self._bar.disable and now - self._logged >= _LOG_SECONDS:
+            self._logged = now
+            console.say(self._line(now - self._start))
+
+    def _line(self, seconds: float) -> str:
+        return str(
+            tqdm.format_meter(
+                n=self._done,
+                total=self._total,
+                elapsed=seconds,
+                initial=self._before,
+                prefix=self._title,
+                unit="B",
+                unit_scale=True,
+                ncols=0,
+            )
+        )
 
     def summary(self) -> str:
         """What was done and how fast, for one line."""
         seconds = time.monotonic() - self._start
-        speed = self._done / 1e6 / max(seconds, 1e-9)
-        return f"{self._done / 1e6:.1f} MB in {seconds:.1f} s, {speed:.1f} MB/s"
+        megabytes = (self._done - self._before) / 1e6
+        speed = megabytes / max(seconds, 1e-9)
+        return f"{megabytes:.1f} MB in {seconds:.1f} s, {speed:.1f} MB/s"

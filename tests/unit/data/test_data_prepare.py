@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
+import os
 import random
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from alibi_lm.data import tokenise
+from alibi_lm.data import progress, tokenise
 from alibi_lm.data.config import RecipeConfig
 from alibi_lm.data.indexed import TokenFile, TokenFileWriter
 from alibi_lm.data.manifest import check_tokenizer, manifest_for
@@ -244,6 +246,59 @@ def test_a_full_disk_is_one_line_and_the_same_command_goes_on(
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
+class Killed(BaseException):
+    """Stands for a kill: nothing in the library catches it."""
+
+
+def test_a_kill_before_or_after_any_rename_is_mended_by_the_same_command(
+    made: tuple[RecipeConfig, Path], corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = {"path": str(made[1].parent / "tokenizer")}
+    source = {"name": "a", "path": str(corpus), "max_documents": 40, "validation_fraction": 0.3}
+    whole = prepare(recipe_of(tmp_path / "whole", source, tokenizer=tokenizer)).parent
+    replace = os.replace
+    crashes = 0
+    for number in range(1000):
+        output = tmp_path / str(number)
+        calls = 0
+
+        def dying(old: Any, new: Any, stop: int = number) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == stop // 2 + 1 and stop % 2:
+                raise Killed
+            replace(old, new)
+            if calls == stop // 2 + 1:
+                raise Killed
+
+        recipe = recipe_of(output, source, tokenizer=tokenizer)
+        monkeypatch.setattr(os, "replace", dying)
+        try:
+            prepare(recipe)
+        except Killed:
+            crashes += 1
+        else:
+            break
+        finally:
+            monkeypatch.undo()
+        prepare(recipe)
+        for name in json.loads((whole / "manifest.json").read_text())["files"]:
+            assert (output / name).read_bytes() == (whole / name).read_bytes(), number
+        assert not (output / ".partial").exists()
+    assert crashes > 20
+
+
+def test_two_processes_do_not_prepare_the_same_folder(corpus: Path, tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path / "out", {"name": "a", "path": str(corpus)})
+    (tmp_path / "out").mkdir()
+    descriptor = os.open(tmp_path / "out", os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    with pytest.raises(DataError, match="out: is being prepared by another process"):
+        prepare(recipe)
+    os.close(descriptor)
+    prepare(recipe)
+
+
 def test_recipe_rules() -> None:
     raw = {
         "output": "x", "num_workers": 0, "tokenizer": {"vocab_size": 10, "kind": "bpee"},
@@ -273,3 +328,24 @@ def test_every_recipe_loads(path: Path) -> None:
     recipe = load_recipe(path, ["num_workers=2"])
     assert recipe.sources
     assert recipe.num_workers == 2
+
+
+def test_an_output_that_is_a_file_is_refused(corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    for output in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(DataError, match="output = .*file is a file"):
+            prepare(recipe_of(output, {"name": "a", "path": str(corpus)}))
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_progress_outside_a_terminal_is_a_line_with_speed_and_time_left(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "_LOG_SECONDS", 0.0)
+    with progress.Progress("tokenising c", 4_000_000, 1_000_000) as bar:
+        bar.advance(2_000_000)
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert out.startswith("tokenising c:  75% 3.00M/4.00M [")
+    assert "B/s]" in out
+    assert bar.summary().startswith("2.0 MB in ")
