@@ -14,6 +14,8 @@ import click
 from alibi_lm import __version__
 from alibi_lm.console import console
 from alibi_lm.errors import EXIT_USER_ERROR, UserError
+from alibi_lm.evals.config import SuiteConfig
+from alibi_lm.settings import apply_overrides, build, load_yaml
 
 OVERRIDES = click.argument("overrides", nargs=-1, metavar="[section.key=value]...")
 RUN = click.argument("run", type=click.Path(path_type=Path))
@@ -54,10 +56,10 @@ def main() -> None:
 @click.option("--overwrite", is_flag=True, help="Replace an output made by another recipe.")
 def prepare(recipe: Path, overrides: Sequence[str], overwrite: bool) -> None:
     """Turn the corpora of RECIPE (YAML) into a tokenizer and token files."""
+    from alibi_lm.data.prepare import load_recipe
     from alibi_lm.data.prepare import prepare as run_prepare
-    from alibi_lm.data.prepare import read_recipe
 
-    run_prepare(read_recipe(recipe, overrides), overwrite=overwrite)
+    run_prepare(load_recipe(recipe, overrides), overwrite=overwrite)
 
 
 @main.command(context_settings={"ignore_unknown_options": True})
@@ -89,6 +91,10 @@ SUITE = click.option("--suite", type=click.Path(path_type=Path), help="YAML with
 FORCE = click.option("--force", is_flag=True, help="Run again even if the result is there.")
 
 
+def _suite(path: Path | None, overrides: Sequence[str]) -> SuiteConfig:
+    return build(SuiteConfig, apply_overrides(load_yaml(path) if path else {}, overrides))
+
+
 @eval.command()
 @RUN
 @OVERRIDES
@@ -98,9 +104,8 @@ def perplexity(run: Path, overrides: Sequence[str], suite: Path | None, force: b
     """Perplexity by length, over the same tokens at every length."""
     from alibi_lm.checkpoint.step import open_run
     from alibi_lm.evals.perplexity import evaluate
-    from alibi_lm.evals.suite import read_suite
 
-    evaluate(open_run(run), read_suite(suite, overrides).perplexity, force=force)
+    evaluate(open_run(run), _suite(suite, overrides).perplexity, force=force)
 
 
 @eval.command()
@@ -112,9 +117,8 @@ def needle(run: Path, overrides: Sequence[str], suite: Path | None, force: bool)
     """Needle in a haystack, depth by length."""
     from alibi_lm.checkpoint.step import open_run
     from alibi_lm.evals.needle import evaluate
-    from alibi_lm.evals.suite import read_suite
 
-    evaluate(open_run(run), read_suite(suite, overrides).needle, force=force)
+    evaluate(open_run(run), _suite(suite, overrides).needle, force=force)
 
 
 @main.command()

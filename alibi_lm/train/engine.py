@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -60,11 +62,13 @@ class Engine:
         decoder.activation_checkpointing = config.train.activation_checkpointing
         self.stage = zero_stage(ds_config)
         self.deepspeed: DeepSpeedEngine
-        self.deepspeed, *_ = deepspeed.initialize(
-            model=decoder,
-            model_parameters=parameter_groups(decoder, config.train.weight_decay),
-            config=ds_config,
-        )
+        # BF16_Optimizer prints memory figures unasked; an exception is not swallowed by this.
+        with contextlib.redirect_stdout(io.StringIO()):
+            self.deepspeed, *_ = deepspeed.initialize(
+                model=decoder,
+                model_parameters=parameter_groups(decoder, config.train.weight_decay),
+                config=ds_config,
+            )
 
     def step(self, batches: Sequence[torch.Tensor], step: int) -> StepResult:
         """One optimizer step over this rank's micro-batches, each int64 `[B, L + 1]`.
