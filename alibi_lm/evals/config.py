@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
 from alibi_lm.errors import Problem
-from alibi_lm.settings import apply_overrides, build, load_yaml
 
 
 @dataclass
@@ -74,16 +72,6 @@ class SuiteConfig:
     """Settings of `alibi-lm eval perplexity`."""
     needle: NeedleConfig = field(default_factory=NeedleConfig)
     """Settings of `alibi-lm eval needle`."""
-
-
-def load_suite(path: str | Path | None, overrides: Sequence[str] = ()) -> SuiteConfig:
-    """Read an eval suite (the defaults where `path` is None) and apply `key=value` overrides.
-
-    Raises:
-        ConfigError: with every problem found.
-    """
-    raw = {} if path is None else load_yaml(path)
-    return build(SuiteConfig, apply_overrides(raw, overrides))
 
 
 def _length_problems(lengths: list[int] | None, key: str) -> Iterator[Problem]:

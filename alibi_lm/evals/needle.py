@@ -29,6 +29,7 @@ from alibi_lm.evals.needle_prompts import (
     says,
 )
 from alibi_lm.evals.scorer import Answers, Scorer, native_scorer
+from alibi_lm.evals.tables import needle_lines
 from alibi_lm.evals.verdicts import needle_verdict
 
 if TYPE_CHECKING:
@@ -176,6 +177,25 @@ def _count(
         position, at_line_end = trial.place(depth)
         grid.num_placed_exactly += not at_line_end
         grid.largest_walk = max(grid.largest_walk, round(depth * trial.room) - position)
+
+
+def evaluate(step: Step, config: NeedleConfig, *, force: bool = False) -> dict[str, Any]:
+    """`run_needle` unless it is done already, and its result in the terminal.
+
+    Raises:
+        UserError: as `run_needle`.
+    """
+    done = None if force else results.finished(step, NAME, config)
+    if done is not None:
+        results.announce_finished(step, NAME)
+        return done
+    result = run_needle(step, config)
+    for line in needle_lines(result):
+        console.say(line)
+    console.say(result["verdict"]["text"])
+    console.say(result["verdict"]["caveat"])
+    console.say(f"{NAME}: {results.result_path(step, NAME)}")
+    return result
 
 
 def run_needle(step: Step, config: NeedleConfig, scorer: Scorer | None = None) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from alibi_lm.console import console
 from alibi_lm.data.indexed import TokenFile
 from alibi_lm.data.tokenizer import Tokenizer
 from alibi_lm.errors import CheckpointError, DataError, Problem
@@ -19,6 +20,7 @@ from alibi_lm.evals import plots, results
 from alibi_lm.evals.config import PerplexityConfig
 from alibi_lm.evals.intervals import as_list, bootstrap_perplexity
 from alibi_lm.evals.scorer import Scorer, native_scorer
+from alibi_lm.evals.tables import perplexity_lines
 from alibi_lm.evals.verdicts import perplexity_verdict
 from alibi_lm.evals.windows import window_batches
 
@@ -125,6 +127,25 @@ def target_bytes(documents: Sequence[np.ndarray], tokenizer: Tokenizer | None) -
         size = len(tokenizer.decode(ids).encode()) - len(tokenizer.decode(ids[:1]).encode())
         sizes.append(max(0, size))
     return np.array(sizes)
+
+
+def evaluate(step: Step, config: PerplexityConfig, *, force: bool = False) -> dict[str, Any]:
+    """`run_perplexity` unless it is done already, and its result in the terminal.
+
+    Raises:
+        UserError: as `run_perplexity`.
+    """
+    done = None if force else results.finished(step, NAME, config)
+    if done is not None:
+        results.announce_finished(step, NAME)
+        return done
+    result = run_perplexity(step, config)
+    for line in perplexity_lines(result):
+        console.say(line)
+    console.say(result["verdict"]["text"])
+    console.say(result["verdict"]["caveat"])
+    console.say(f"{NAME}: {results.result_path(step, NAME)}")
+    return result
 
 
 def run_perplexity(

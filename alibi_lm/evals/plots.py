@@ -123,7 +123,8 @@ def perplexity_figure(result: Mapping[str, Any]) -> Figure:
               label="perplexity")  # fmt: skip
     for length, value in zip(lengths, values, strict=True):
         axes.annotate(f"{value:.2f}", (length, value), textcoords="offset points",
-                      xytext=(0, 9), ha="center", fontsize=10, color=INK)  # fmt: skip
+                      xytext=(0, 9), ha="center", fontsize=10, color=INK,
+                      bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})  # fmt: skip
     axes.axvline(result["training_length"], color=TRAINING, linestyle="--", linewidth=1.3,
                  label="training length")  # fmt: skip
     axes.set_xscale("log", base=2)
@@ -143,8 +144,8 @@ def perplexity_figure(result: Mapping[str, Any]) -> Figure:
 def needle_figure(result: Mapping[str, Any]) -> Figure:
     """Depth x length heatmaps of ranking and of generation, side by side."""
     lengths, depths = result["lengths"], result["depths"]
-    width = 3.2 + 1.3 * len(lengths)
-    height = 2.5 + 0.5 * len(depths)
+    width = 3.4 + 1.1 * len(lengths)
+    height = 2.2 + 0.5 * len(depths)
     figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
     left, right = figure.subplots(1, 2, sharey=True)
     rates = {(cell["length"], cell["depth"]): cell for cell in result["cells"]}
@@ -181,8 +182,7 @@ def _annotate(axes: Axes, grid: np.ndarray) -> None:
 def _mark_training_length(axes: Axes, lengths: Sequence[int], training_length: int) -> None:
     inside = sum(length <= training_length for length in lengths)
     if 0 < inside < len(lengths):
-        axes.axvline(inside - 0.5, color="white", linewidth=5)
-        axes.axvline(inside - 0.5, color=TRAINING, linewidth=2)
-        axes.annotate("beyond training →", (inside - 0.5, 1), xycoords=("data", "axes fraction"),
-                      xytext=(3, 2), textcoords="offset points", fontsize=8.5, color=TRAINING,
-                      va="bottom")  # fmt: skip
+        axes.axvline(inside - 0.5, color="white", linewidth=6)
+        axes.axvline(inside - 0.5, color=TRAINING, linewidth=2.5)
+        axes.set_xlabel(f"prompt length (tokens); red line: training length {training_length:,}",
+                        color=INK)  # fmt: skip

@@ -14,7 +14,7 @@ import jinja2
 
 from alibi_lm.evals import plots, results
 from alibi_lm.evals.metrics import Metrics, read_metrics
-from alibi_lm.evals.verdicts import score_words
+from alibi_lm.evals.tables import needle_lines, perplexity_lines
 from alibi_lm.files import write_text
 from alibi_lm.model.slopes import alibi_slopes
 from alibi_lm.settings import flatten
@@ -214,11 +214,11 @@ def summary_lines(step: Step) -> list[str]:
     perplexity, needle = results.stored(step, "perplexity"), results.stored(step, "needle")
     lines = [f"{step.run_folder}, step {step.step:,}: {_num_parameters(step):,} parameters, "
              f"training length {step.config.train.sequence_length:,}", ""]  # fmt: skip
-    lines += _perplexity_lines(perplexity) if perplexity else [
+    lines += perplexity_lines(perplexity) if perplexity else [
         f"perplexity: not measured yet: {commands(step)['perplexity']}"
     ]  # fmt: skip
     lines.append("")
-    lines += _needle_lines(needle) if needle else [
+    lines += needle_lines(needle) if needle else [
         f"needle: not measured yet: {commands(step)['needle']}"
     ]  # fmt: skip
     lines.append("")
@@ -230,39 +230,6 @@ def summary_lines(step: Step) -> list[str]:
     lines.append(f"report: {report}" if report.is_file() else
                  f"report: not written yet: alibi-lm report {step.run_folder}")  # fmt: skip
     return lines
-
-
-def _perplexity_lines(result: Mapping[str, Any]) -> list[str]:
-    lines = [f"{'window':>10}  {'x training':>10}  {'perplexity':>10}  {'95% interval':>17}  ratio"]
-    for row in result["rows"]:
-        interval = row["perplexity_interval"]
-        shown = f"{interval[0]:.2f} to {interval[1]:.2f}" if interval else "one document"
-        ratio = f"{row['ratio']:.4f}" if row["ratio"] is not None else "-"
-        lines.append(
-            f"{row['length']:>10,}  {row['multiple']:>10g}  {row['perplexity']:>10.3f}  "
-            f"{shown:>17}  {ratio}"
-        )
-    return lines
-
-
-def _needle_lines(result: Mapping[str, Any]) -> list[str]:
-    def words(cell: Mapping[str, Any]) -> str:
-        place = f"length {cell['length']:,}, depth {cell['depth']:.0%}"
-        return f"{score_words(cell['ranking'])} at {place}"
-
-    best = max(result["cells"], key=lambda cell: cell["ranking"]["rate"])
-    worst = min(result["cells"], key=lambda cell: cell["ranking"]["rate"])
-    controls = [row["control"]["ranking"] for row in result["by_length"]]
-    blind = sum(control["rate"] for control in controls) / len(controls)
-    generated = max(result["by_length"], key=lambda row: row["generation"]["rate"])
-    return [
-        f"needle, ranking among {result['num_candidates']} (chance {result['chance']:.0%}, "
-        f"without a needle {blind:.0%}):",
-        f"  best cell   {words(best)}",
-        f"  worst cell  {words(worst)}",
-        f"  generation, best length {generated['length']:,}: "
-        f"{score_words(generated['generation'])}",
-    ]
 
 
 def _export_lines(step: Step) -> list[str]:

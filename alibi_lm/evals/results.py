@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from alibi_lm import settings
+from alibi_lm.console import console
 from alibi_lm.data.indexed import TokenFile
+from alibi_lm.data.manifest import check_tokenizer
 from alibi_lm.errors import ConfigError, DataError, Problem
 from alibi_lm.evals.config import NeedleConfig, PerplexityConfig
 from alibi_lm.files import write_json
@@ -53,13 +55,17 @@ def open_corpora(step: Step, config: Settings) -> list[TokenFile]:
     """The token files that an eval reads.
 
     Raises:
-        DataError: there are none, or one cannot be read.
+        DataError: there are none, one cannot be read, or it was made with another tokenizer.
     """
     prefixes = [config.corpus] if config.corpus else step.config.data.validation
     if not prefixes:
         rule = "the run names no validation corpus"
         fix = "set corpus=PREFIX, the path of token files without .bin"
         raise DataError(Problem("data.validation", None, rule, fix))
+    tokenizer = step.tokenizer()
+    if tokenizer is not None:
+        for prefix in prefixes:
+            check_tokenizer(prefix, tokenizer)
     return [TokenFile(prefix) for prefix in prefixes]
 
 
@@ -121,6 +127,12 @@ def stored(step: Step, name: str) -> dict[str, Any] | None:
     if not isinstance(result, dict) or result.get("eval") != name:
         return None
     return result if result["inputs"]["step"] == step.digest else None
+
+
+def announce_finished(step: Step, name: str) -> None:
+    """Say that an eval needs not be run again."""
+    path = result_path(step, name)
+    console.say(f"{name}: done before with the same settings, {path} (--force runs it again)")
 
 
 def finished(step: Step, name: str, config: Settings) -> dict[str, Any] | None:

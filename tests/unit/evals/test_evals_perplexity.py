@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from alibi_lm.errors import CheckpointError, ConfigError, DataError
-from alibi_lm.evals.config import PerplexityConfig, load_suite
+from alibi_lm.evals.config import PerplexityConfig
 from alibi_lm.evals.perplexity import run_perplexity, target_bytes
 from alibi_lm.evals.results import default_lengths, finished, stored
 from alibi_lm.evals.scorer import NativeScorer
+from alibi_lm.evals.suite import read_suite
 from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.decoder import Decoder
 from tests.unit.evals.evals_fakes import (
@@ -86,7 +87,7 @@ def test_bf16_is_near_fp32(tmp_path: Path) -> None:
     losses = []
     for precision in ("fp32", "bf16"):
         step.fake_decoder = decoder()
-        suite = load_suite(None, [f"perplexity.precision={precision}", "perplexity.lengths=[16]"])
+        suite = read_suite(None, [f"perplexity.precision={precision}", "perplexity.lengths=[16]"])
         result = run_perplexity(step, suite.perplexity)
         losses.append(result["rows"][0]["loss"])
         assert result["model"]["dtype"] == {"fp32": "float32", "bf16": "bfloat16"}[precision]
@@ -246,6 +247,6 @@ def test_default_lengths_and_the_suites_rules() -> None:
     assert default_lengths(256) == [128, 256, 512, 1024, 2048, 4096]
     assert default_lengths(1) == [1, 2, 4, 8, 16]
     with pytest.raises(ConfigError) as error:
-        load_suite(None, ["perplexity.lengths=[0, 8, 8]", "needle.depths=[2]", "needle.seed=-1",
+        read_suite(None, ["perplexity.lengths=[0, 8, 8]", "needle.depths=[2]", "needle.seed=-1",
                           "perplexity.batch_tokens=0", "needle.num_trials=0"])  # fmt: skip
     assert len(error.value.problems) == 6

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
+from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -13,11 +15,13 @@ import pytest
 import torch
 
 from alibi_lm.errors import CheckpointError
+from alibi_lm.evals import needle, perplexity
 from alibi_lm.evals.config import NeedleConfig, PerplexityConfig
 from alibi_lm.evals.metrics import read_metrics
 from alibi_lm.evals.needle import run_needle
 from alibi_lm.evals.perplexity import run_perplexity
 from alibi_lm.evals.report import slope_rows, summary_lines, write_report
+from alibi_lm.evals.suite import read_suite
 from tests.unit.evals.evals_fakes import (
     EOS,
     CopyingScorer,
@@ -171,3 +175,34 @@ def test_slopes_have_their_horizon(step: Any) -> None:
         assert np.exp(-row["slope"] * row["horizon"]) == pytest.approx(1e-3)
     step.config.model.position = "none"
     assert slope_rows(step) == []
+
+
+def test_evaluate_skips_what_is_done(
+    step: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scorer = PlantedLosses(lambda t, p: 2 + t * 1e-4)
+    monkeypatch.setattr("alibi_lm.evals.perplexity.native_scorer", lambda *_: scorer)
+    monkeypatch.setattr("alibi_lm.evals.needle.native_scorer", lambda *_: scorer)
+    suite = read_suite(None, ["perplexity.lengths=[64,128,512]", "needle.lengths=[128]",
+                              "needle.num_trials=2"])  # fmt: skip
+    runs: list[tuple[Callable[..., dict[str, Any]], str]] = [
+        (partial(perplexity.evaluate, step, suite.perplexity), "Perplexity holds"),
+        (partial(needle.evaluate, step, suite.needle), "best cell"),
+    ]
+    for evaluate, words in runs:
+        first = evaluate()
+        assert words in capsys.readouterr().out
+        again = evaluate()
+        lines = capsys.readouterr().out.splitlines()
+        assert len(lines) == 1
+        assert "done before with the same settings" in lines[0]
+        assert again == json.loads(json.dumps(first))
+        evaluate(force=True)
+        assert words in capsys.readouterr().out
+
+
+def test_every_suite_of_the_repository_loads() -> None:
+    suites = sorted((Path(__file__).parents[3] / "evals").glob("**/*.yaml"))
+    assert suites
+    for path in suites:
+        read_suite(path)

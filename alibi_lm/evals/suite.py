@@ -1,0 +1,19 @@
+"""Reading eval suites."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from alibi_lm.evals.config import SuiteConfig
+from alibi_lm.settings import apply_overrides, build, load_yaml
+
+
+def read_suite(path: str | Path | None, overrides: Sequence[str] = ()) -> SuiteConfig:
+    """Read a suite's YAML (the defaults where `path` is None) and apply `key=value` overrides.
+
+    Raises:
+        ConfigError: with every problem found.
+    """
+    raw = {} if path is None else load_yaml(path)
+    return build(SuiteConfig, apply_overrides(raw, overrides))

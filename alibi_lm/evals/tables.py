@@ -1,0 +1,44 @@
+"""Results as lines for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from alibi_lm.evals.verdicts import score_words
+
+
+def perplexity_lines(result: Mapping[str, Any]) -> list[str]:
+    """Perplexity by length."""
+    lines = [f"{'window':>10}  {'x training':>10}  {'perplexity':>10}  {'95% interval':>17}  ratio"]
+    for row in result["rows"]:
+        interval = row["perplexity_interval"]
+        shown = f"{interval[0]:.2f} to {interval[1]:.2f}" if interval else "one document"
+        ratio = f"{row['ratio']:.4f}" if row["ratio"] is not None else "-"
+        lines.append(
+            f"{row['length']:>10,}  {row['multiple']:>10g}  {row['perplexity']:>10.3f}  "
+            f"{shown:>17}  {ratio}"
+        )
+    return lines
+
+
+def needle_lines(result: Mapping[str, Any]) -> list[str]:
+    """The best and the worst cell, generation and the closed-book rate."""
+
+    def words(cell: Mapping[str, Any]) -> str:
+        place = f"length {cell['length']:,}, depth {cell['depth']:.0%}"
+        return f"{score_words(cell['ranking'])} at {place}"
+
+    best = max(result["cells"], key=lambda cell: cell["ranking"]["rate"])
+    worst = min(result["cells"], key=lambda cell: cell["ranking"]["rate"])
+    controls = [row["control"]["ranking"] for row in result["by_length"]]
+    blind = sum(control["rate"] for control in controls) / len(controls)
+    generated = max(result["by_length"], key=lambda row: row["generation"]["rate"])
+    return [
+        f"needle, ranking among {result['num_candidates']} (chance {result['chance']:.0%}, "
+        f"without a needle {blind:.0%}):",
+        f"  best cell   {words(best)}",
+        f"  worst cell  {words(worst)}",
+        f"  generation, best length {generated['length']:,}: "
+        f"{score_words(generated['generation'])}",
+    ]

@@ -1,0 +1,8 @@
+"""Needle in a haystack: python evals/needle.py RUN [--suite YAML] [key=value ...]"""
+
+import sys
+
+from alibi_lm.cli import main
+
+if __name__ == "__main__":
+    main(["eval", "needle", *sys.argv[1:]])
