@@ -44,8 +44,9 @@ PROTOCOL = (
     "line. Key and numbers occur nowhere else in the haystack. Ranking: the stated number is the "
     f"most likely of {NUM_CANDIDATES} numbers of equally many tokens (chance "
     f"{1 / NUM_CANDIDATES:.0%}). Generation: greedy decoding of the answer's tokens gives the "
-    "number. Control: the same prompts with more haystack in place of the needle, as long. All "
-    "depths of a trial share haystack, key and numbers. Intervals: 95% Wilson."
+    "number. Control: prompts as long, with more haystack in place of the needle. Every "
+    "prompt has its own haystack, key and numbers, so that prompts of several cells can be counted "
+    "together. Intervals: 95% Wilson."
 )
 
 
@@ -146,10 +147,13 @@ Prompt = tuple[Trial, float | None, np.ndarray]
 def _batches(maker: PromptMaker, length: int, config: NeedleConfig) -> Iterator[list[Prompt]]:
     size = max(1, config.batch_tokens // length)
     batch: list[Prompt] = []
-    for index in range(config.num_trials):
+    for index in range(config.num_trials * len(config.depths)):
+        which = index % len(config.depths)
+        depth = config.depths[which]
         trial = maker.trial(length, index)
-        prompts: list[Prompt] = [(trial, depth, trial.prompt(depth)) for depth in config.depths]
-        batch += [*prompts, (trial, None, trial.control())]
+        batch.append((trial, depth, trial.prompt(depth)))
+        if which == 0:
+            batch.append((trial, None, trial.control()))
         while len(batch) >= size:
             yield batch[:size]
             batch = batch[size:]

@@ -113,7 +113,7 @@ def run_facts(step: Step, metrics: Metrics | None) -> list[tuple[str, str]]:
     facts = [
         ("Run folder", str(step.run_folder)),
         ("Step", f"{step.step:,} of {train.num_steps:,}"),
-        ("Tokens", f"{step.step * train.global_batch_size * train.sequence_length:,}"),
+        ("Tokens", f"{step.meta['tokens']:,}"),
         ("Parameters", f"{_num_parameters(step):,}"),
         ("Model", f"{model.num_layers} layers, width {model.hidden_size:,}, {heads}"),
         ("Shape and positions", f"{model.shape}, {model.position}{window}"),

@@ -126,7 +126,7 @@ def stored(step: Step, name: str) -> dict[str, Any] | None:
         return None
     if not isinstance(result, dict) or result.get("eval") != name:
         return None
-    return result if result["inputs"]["step"] == step.digest else None
+    return result if result.get("inputs", {}).get("step") == step.digest else None
 
 
 def announce_finished(step: Step, name: str) -> None:

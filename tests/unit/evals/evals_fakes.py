@@ -60,6 +60,7 @@ class FakeStep:
     digest: str = "d1"
     meta: dict[str, Any] = field(
         default_factory=lambda: {
+            "tokens": 123456,
             "parameters": {"embedding.weight": [10, 4], "head.norm.weight": [4]},
             "versions": {"alibi_lm": "0.1.0", "torch": "2.13.0"},
             "layout": {"world_size": 2, "zero_stage": 1},
