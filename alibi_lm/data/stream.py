@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from alibi_lm.data.indexed import TokenFile
+from alibi_lm.data.manifest import manifest_for
 
 _CHUNK = 1 << 20
 
@@ -34,7 +35,7 @@ class TokenStream:
         self.eos_id = eos_id
         self.num_inserted = 0
         self._file_starts: NDArray[np.int64] | None = None
-        if eos_id is not None:
+        if eos_id is not None and not _prepared_with(file, eos_id):
             self._find_missing_ends(eos_id)
         self.num_tokens = file.num_tokens + self.num_inserted
 
@@ -76,3 +77,15 @@ class TokenStream:
             if end > length:
                 pieces.append(np.array([self.eos_id], np.int64))
         return np.concatenate(pieces) if pieces else np.empty(0, np.int64)
+
+
+def _prepared_with(file: TokenFile, eos_id: int) -> bool:
+    """Whether a manifest says that every document of the file ends in `eos_id`.
+
+    Looking for it costs a read of the whole .bin where documents are short.
+    """
+    manifest = manifest_for(file.prefix)
+    if manifest is None or manifest["tokenizer"]["eos_id"] != eos_id:
+        return False
+    entry = manifest["files"].get(f"{file.prefix.name}.bin")
+    return entry is not None and entry["bytes"] == file.num_tokens * file.dtype.itemsize

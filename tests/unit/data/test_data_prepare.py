@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
+import io
 import json
 import os
 import random
@@ -14,12 +15,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import sentencepiece
 
 from alibi_lm.data import progress, tokenise
 from alibi_lm.data.config import RecipeConfig
 from alibi_lm.data.indexed import TokenFile, TokenFileWriter
 from alibi_lm.data.manifest import check_tokenizer, manifest_for
 from alibi_lm.data.prepare import load_recipe, prepare
+from alibi_lm.data.stream import TokenStream
 from alibi_lm.data.tokenizer import load_tokenizer
 from alibi_lm.errors import ConfigError, DataError
 from alibi_lm.settings import build
@@ -244,6 +247,34 @@ def test_a_full_disk_is_one_line_and_the_same_command_goes_on(
     prepare(recipe_of(tmp_path / "whole", {"name": "a", "path": str(corpus)}))
     for name in ("a_train.bin", "a_train.idx", "a_validation.bin", "a_validation.bytes.npy"):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_an_existing_tokenizer_that_loses_something_is_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(make_texts(40)), model_writer=model, vocab_size=60,
+        minloglevel=2)  # fmt: skip
+    (tmp_path / "nfkc.model").write_bytes(model.getvalue())
+    corpus = write_corpus(tmp_path / "corpus", ["abc abc", "two  spaces", "\u2581"])
+    source = {"name": "a", "path": str(corpus), "validation_fraction": 0.0}
+    recipe = recipe_of(tmp_path / "out", source, tokenizer={"path": str(tmp_path / "nfkc.model")})
+    with pytest.raises(DataError, match=r"0002\.txt: U\+2581: stands at character 0"):
+        prepare(recipe)
+    (corpus / "0002.txt").unlink()
+    manifest = json.loads(prepare(recipe).read_text())
+    assert manifest["corpora"]["a"]["lossy_documents"] == 1
+    assert "1 documents do not decode to themselves" in capsys.readouterr().err
+
+
+def test_a_prepared_file_is_a_stream_as_it_is(made: tuple[RecipeConfig, Path]) -> None:
+    file = TokenFile(made[1].parent / "small_train")
+    eos_id = load_tokenizer(made[1].parent / "tokenizer").eos_id
+    stream = TokenStream(file, eos_id)
+    assert (stream.num_inserted, stream.num_tokens) == (0, file.num_tokens)
+    other = TokenStream(file, eos_id + 1)
+    assert other.num_inserted == file.num_documents
 
 
 class Killed(BaseException):
