@@ -110,14 +110,16 @@ def _limit_loss_axis(axes: Axes, losses: Sequence[float]) -> None:
 
 
 def perplexity_figure(result: Mapping[str, Any]) -> Figure:
-    """Perplexity against window length, with its interval and the training length marked."""
+    """Perplexity against window length, the training length marked.
+
+    The band is the interval of the change against the training length. The interval of the
+    perplexity itself is mostly the difference between documents, which all lengths share, and
+    would hide the curve.
+    """
     figure, axes = _axes(9, 4.2)
     rows = result["rows"]
     lengths = [row["length"] for row in rows]
-    if all(row["perplexity_interval"] for row in rows):
-        low, high = zip(*(row["perplexity_interval"] for row in rows), strict=True)
-        axes.fill_between(lengths, low, high, color=BLUE, alpha=0.13, linewidth=0,
-                          label="95% interval over documents")  # fmt: skip
+    _band(axes, rows)
     values = [row["perplexity"] for row in rows]
     axes.plot(lengths, values, color=BLUE, marker="o", markersize=6, linewidth=2,
               label="perplexity")  # fmt: skip
@@ -139,6 +141,22 @@ def perplexity_figure(result: Mapping[str, Any]) -> Figure:
     axes.legend(frameon=False, fontsize=10, labelcolor=INK)
     _title(axes, "Perplexity by window length, same tokens at every length")
     return figure
+
+
+def _band(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
+    if not all(row["ratio_interval"] for row in rows):
+        return
+    reference = next(row["perplexity"] for row in rows if row["ratio"] == 1)
+    low, high = zip(*(row["ratio_interval"] for row in rows), strict=True)
+    axes.fill_between(
+        [row["length"] for row in rows],
+        [reference * ratio for ratio in low],
+        [reference * ratio for ratio in high],
+        color=BLUE,
+        alpha=0.15,
+        linewidth=0,
+        label="95% interval of the change against the training length",
+    )
 
 
 def needle_figure(result: Mapping[str, Any]) -> Figure:

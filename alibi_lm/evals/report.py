@@ -160,11 +160,13 @@ def slope_rows(step: Step) -> list[dict[str, float]]:
 
 
 def export_facts(step: Step) -> dict[str, Any] | None:
-    """What the export to the default folder proved, or None where there is no export."""
+    """What the export to the default folder proved, or None where this step has none there."""
     path = step.hf_folder / EXPORT_FACTS
-    if not path.is_file():
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, UnicodeDecodeError, json.JSONDecodeError):
         return None
-    return json.loads(path.read_text(encoding="utf-8"))
+    return facts if facts["checkpoint"]["digest"] == step.digest else None
 
 
 def export_rows(step: Step) -> list[tuple[str, str]]:
@@ -172,10 +174,22 @@ def export_rows(step: Step) -> list[tuple[str, str]]:
     facts = export_facts(step)
     if facts is None:
         return []
-    rows = [("Folder", str(step.hf_folder))]
-    for key, value in flatten(facts).items():
-        shown = f"{value:.3g}" if isinstance(value, float) else str(value)
-        rows.append((key.replace("_", " ").replace(".", " › "), shown))
+    proof, settings = facts["proof"], facts["settings"]
+    rows = [
+        ("Folder", str(step.hf_folder)),
+        ("Format", f"{settings['format']}, {settings['dtype']}"),
+        ("Compared on", proof["tokens"]),
+    ]
+    rows += [
+        (f"Largest logit difference, {row['length']:,} tokens",
+         f"{row['max_difference']:.1e} (at most {proof['tolerance']:.0e} allowed)")
+        for row in proof["logits"]
+    ]  # fmt: skip
+    rows.append(("Greedy tokens equal", str(proof["greedy_tokens_equal"])))
+    if proof.get("tokenizer"):
+        same = proof["tokenizer"]
+        rows.append(("Tokenizer", f"{same['class']}: the same ids for {same['tokens_equal']:,} "
+                     f"tokens of {same['documents_equal']:,} documents"))  # fmt: skip
     return rows
 
 
@@ -236,4 +250,12 @@ def _export_lines(step: Step) -> list[str]:
     facts = export_facts(step)
     if facts is None:
         return [f"export: not made yet: {commands(step)['export']}"]
-    return [f"export: {step.hf_folder}"]
+    differences = ", ".join(
+        f"{row['max_difference']:.1e} at {row['length']:,} tokens"
+        for row in facts["proof"]["logits"]
+    )
+    return [
+        f"export: {step.hf_folder}",
+        f"  largest logit difference to transformers {differences}; "
+        f"{facts['proof']['greedy_tokens_equal']} greedy tokens equal",
+    ]

@@ -32,6 +32,20 @@ from tests.unit.evals.evals_fakes import (
     write_documents,
 )
 
+EXPORT = {
+    "checkpoint": {"step": 600, "digest": "d1"},
+    "settings": {"format": "mpt", "dtype": "fp32", "tokenizer": True},
+    "proof": {
+        "tokens": "validation text of prepared/v",
+        "tolerance": 1e-4,
+        "logits": [
+            {"length": 128, "max_difference": 1.5e-5, "max_difference_fp64": None},
+            {"length": 512, "max_difference": 2.5e-5, "max_difference_fp64": None},
+        ],
+        "greedy_tokens_equal": 64,
+        "tokenizer": {"documents_equal": 3, "tokens_equal": 4000, "class": "LlamaTokenizer"},
+    },
+}
 VOID = {"meta", "link", "img", "br", "hr"}
 
 
@@ -96,8 +110,7 @@ def test_full_report_stands_alone(step: Any) -> None:
     config = NeedleConfig(lengths=[128, 512], num_trials=10)
     run_needle(step, config, CopyingScorer(context=8))
     step.hf_folder.mkdir(parents=True)
-    facts = {"max_logit_difference": {"256": 1.5e-5}, "architecture": "MPTForCausalLM"}
-    (step.hf_folder / "alibi_lm_export.json").write_text(json.dumps(facts))
+    (step.hf_folder / "alibi_lm_export.json").write_text(json.dumps(EXPORT))
     page = parsed(write_report(step))
     assert page.tags.count("img") == 3
     assert all(re.match(r"data:", reference) for reference in page.references)
@@ -105,8 +118,14 @@ def test_full_report_stands_alone(step: Any) -> None:
     text = " ".join(page.text)
     source = (step.evals_folder / "report.html").read_text()
     assert not re.search(r"https?://|url\(|@import", source)
-    for words in ("Perplexity holds past the training length", "Retrieves within", "1.5e-05",
-                  "does not show", "stated number", "slope"):  # fmt: skip
+    for words in (
+        "Perplexity holds past the training length",
+        "Retrieves within",
+        "1.5e-05 (at most 1e-04 allowed)",
+        "does not show",
+        "stated number",
+        "slope",
+    ):
         assert words in text
     for name in ("loss", "perplexity", "needle"):
         assert (step.evals_folder / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
@@ -119,6 +138,15 @@ def test_empty_report_names_the_commands(step: Any) -> None:
     lines = "\n".join(summary_lines(step))
     assert f"alibi-lm eval perplexity {step.run_folder}" in lines
     assert "report.html" in lines
+
+
+def test_an_export_is_shown_where_it_is_of_this_step(step: Any) -> None:
+    step.hf_folder.mkdir(parents=True)
+    (step.hf_folder / "alibi_lm_export.json").write_text(json.dumps(EXPORT))
+    lines = "\n".join(summary_lines(step))
+    assert "1.5e-05 at 128 tokens, 2.5e-05 at 512 tokens; 64 greedy tokens equal" in lines
+    step.digest = "other"
+    assert "export: not made yet: alibi-lm export" in "\n".join(summary_lines(step))
 
 
 def test_results_of_other_weights_are_left_out(step: Any) -> None:
