@@ -74,7 +74,8 @@ def _tokenizer_config(tokenizer: Tokenizer, content: dict[str, Any]) -> dict[str
         "model_input_names": ["input_ids", "attention_mask"],
         "padding_side": "left",
     }
-    for role in ("eos", "unk", "bos", "pad"):
+    # No bos: training never saw one, and readers such as lm-evaluation-harness would put it first.
+    for role in ("eos", "unk", "pad"):
         token_id = getattr(tokenizer, f"{role}_id")
         if token_id is not None:
             config[f"{role}_token"] = names[token_id]

@@ -118,7 +118,7 @@ def test_is_fast_with_the_special_ids(pair: tuple[Any, Any, Path]) -> None:
     assert tokenizer.is_fast
     assert len(tokenizer) == tokenizer.vocab_size == processor.get_piece_size()
     assert (tokenizer.unk_token_id, tokenizer.eos_token_id) == (0, 1)
-    assert (tokenizer.bos_token_id, tokenizer.pad_token_id) == (2, 3)
+    assert (tokenizer.bos_token_id, tokenizer.pad_token_id) == (None, 3)
     for token_id in range(len(tokenizer)):
         piece = processor.id_to_piece(token_id).replace("\u2581", " ")
         assert tokenizer.convert_ids_to_tokens(token_id) == piece
