@@ -124,9 +124,16 @@ def perplexity_figure(result: Mapping[str, Any]) -> Figure:
     axes.plot(lengths, values, color=BLUE, marker="o", markersize=6, linewidth=2,
               label="perplexity")  # fmt: skip
     for length, value in zip(lengths, values, strict=True):
-        axes.annotate(f"{value:.2f}", (length, value), textcoords="offset points",
-                      xytext=(0, 9), ha="center", fontsize=10, color=INK,
-                      bbox={"facecolor": "white", "edgecolor": "none", "pad": 1, "alpha": 0.7})  # fmt: skip
+        axes.annotate(
+            f"{value:.2f}",
+            (length, value),
+            textcoords="offset points",
+            xytext=(0, 9),
+            ha="center",
+            fontsize=10,
+            color=INK,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1, "alpha": 0.7},
+        )
     axes.axvline(result["training_length"], color=TRAINING, linestyle="--", linewidth=1.3,
                  label="training length")  # fmt: skip
     axes.set_xscale("log", base=2)
