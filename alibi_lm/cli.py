@@ -14,8 +14,6 @@ import click
 from alibi_lm import __version__
 from alibi_lm.console import console
 from alibi_lm.errors import EXIT_USER_ERROR, UserError
-from alibi_lm.evals.config import SuiteConfig
-from alibi_lm.settings import apply_overrides, build, load_yaml
 
 OVERRIDES = click.argument("overrides", nargs=-1, metavar="[section.key=value]...")
 RUN = click.argument("run", type=click.Path(path_type=Path))
@@ -59,7 +57,7 @@ def prepare(recipe: Path, overrides: Sequence[str], overwrite: bool) -> None:
     from alibi_lm.data.prepare import load_recipe
     from alibi_lm.data.prepare import prepare as run_prepare
 
-    run_prepare(load_recipe(recipe, overrides), overwrite=overwrite)
+    run_prepare(load_recipe(recipe, list(overrides)), overwrite=overwrite)
 
 
 @main.command(context_settings={"ignore_unknown_options": True})
@@ -91,10 +89,6 @@ SUITE = click.option("--suite", type=click.Path(path_type=Path), help="YAML with
 FORCE = click.option("--force", is_flag=True, help="Run again even if the result is there.")
 
 
-def _suite(path: Path | None, overrides: Sequence[str]) -> SuiteConfig:
-    return build(SuiteConfig, apply_overrides(load_yaml(path) if path else {}, overrides))
-
-
 @eval.command()
 @RUN
 @OVERRIDES
@@ -104,8 +98,9 @@ def perplexity(run: Path, overrides: Sequence[str], suite: Path | None, force: b
     """Perplexity by length, over the same tokens at every length."""
     from alibi_lm.checkpoint.step import open_run
     from alibi_lm.evals.perplexity import evaluate
+    from alibi_lm.evals.suite import read_suite
 
-    evaluate(open_run(run), _suite(suite, overrides).perplexity, force=force)
+    evaluate(open_run(run), read_suite(suite, overrides).perplexity, force=force)
 
 
 @eval.command()
@@ -117,8 +112,9 @@ def needle(run: Path, overrides: Sequence[str], suite: Path | None, force: bool)
     """Needle in a haystack, depth by length."""
     from alibi_lm.checkpoint.step import open_run
     from alibi_lm.evals.needle import evaluate
+    from alibi_lm.evals.suite import read_suite
 
-    evaluate(open_run(run), _suite(suite, overrides).needle, force=force)
+    evaluate(open_run(run), read_suite(suite, overrides).needle, force=force)
 
 
 @main.command()
@@ -232,9 +228,9 @@ def list_checkpoints(run: Path) -> None:
 def verify_checkpoints(run: Path) -> None:
     """Compare every file of RUN's checkpoints (or of one step folder) with its sha256."""
     from alibi_lm.checkpoint.folder import resolve_step, step_folders, verify
-    from alibi_lm.errors import CheckpointError
+    from alibi_lm.errors import CheckpointError, Problem
 
-    problems = []
+    problems: list[Problem] = []
     newest = resolve_step(run)
     for folder in [newest] if newest == run else step_folders(run):
         try:

@@ -34,6 +34,8 @@ class UserError(Exception):
     """Base of the errors that a user can mend. Holds every problem found, not only the first."""
 
     exit_code = EXIT_USER_ERROR
+    on_every_rank = False
+    """Whether every rank of a job raised this error alike."""
 
     def __init__(self, *problems: Problem) -> None:
         if not problems:

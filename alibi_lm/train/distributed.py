@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from alibi_lm.errors import CheckpointError, Problem, UserError
+
+T = TypeVar("T")
 
 
 def rank() -> int:
@@ -40,6 +43,17 @@ def gather(value: Any) -> list[Any]:
     return values
 
 
+def together(action: Callable[[], T]) -> T:
+    """Run `action` on every rank; if any rank fails, all raise its error."""
+    error: UserError | None = None
+    try:
+        result = action()
+    except UserError as failure:
+        error = failure
+    raise_together(error)
+    return result
+
+
 def raise_together(error: UserError | None) -> None:
     """Raise on every rank what any rank found, so that no rank waits for one that has left.
 
@@ -48,6 +62,7 @@ def raise_together(error: UserError | None) -> None:
     """
     for found in gather(error):
         if found is not None:
+            found.on_every_rank = True
             raise found
 
 
@@ -61,4 +76,6 @@ def raise_if_different(what: str, value: Any) -> None:
     odd = [number for number, other in enumerate(values) if other != values[0]]
     if odd:
         rule = f"differs between rank 0 and ranks {odd}"
-        raise CheckpointError(Problem(what, None, rule, "start every rank with the same files"))
+        error = CheckpointError(Problem(what, None, rule, "start every rank with the same files"))
+        error.on_every_rank = True
+        raise error

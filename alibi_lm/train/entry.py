@@ -41,9 +41,11 @@ def main(arguments: Sequence[str]) -> int:
     from alibi_lm.train.pretrain import pretrain
 
     try:
-        pretrain(parsed.config, parsed.overrides, int(os.environ["WORLD_SIZE"]))
+        pretrain(parsed.config, parsed.overrides)
     except UserError as error:
         console.error(str(error))
+        if error.on_every_rank:
+            _wait_for_rank_0()
         return error.exit_code
     finally:
         _leave()
@@ -83,6 +85,13 @@ def _share_cores() -> None:
     if "OMP_NUM_THREADS" not in os.environ:
         ranks = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
         torch.set_num_threads(threads_per_rank(len(os.sched_getaffinity(0)), ranks))
+
+
+def _wait_for_rank_0() -> None:
+    """The launcher ends all ranks when the first one leaves: let rank 0 write its line before."""
+    import torch.distributed as dist
+
+    dist.barrier()
 
 
 def _leave() -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from alibi_lm.config import Config
@@ -15,6 +16,9 @@ from alibi_lm.data.sampling import Blend, batch_indices
 from alibi_lm.data.tokenizer import Tokenizer, load_tokenizer
 from alibi_lm.errors import ConfigError, DataError, Problem, UserError
 from alibi_lm.evals.windows import validation_batches
+
+_LOOKED_AT = 1 << 22
+"""Tokens of each file whose ids are checked at the start."""
 
 
 @dataclass(frozen=True)
@@ -28,14 +32,20 @@ class Inputs:
     tokenizer: Tokenizer | None
 
     def micro_batches(self, step: int, rank: int, num_ranks: int) -> list[torch.Tensor]:
-        """This rank's micro-batches of a step, each int64 `[micro_batch_size, L + 1]`."""
+        """This rank's micro-batches of a step, each int64 `[micro_batch_size, L + 1]`.
+
+        Raises:
+            DataError: a token id is outside the model's vocabulary.
+        """
         train = self.config.train
-        return [
-            torch.from_numpy(self.blend.samples(indices))
-            for indices in batch_indices(
-                step, train.global_batch_size, rank, num_ranks, train.micro_batch_size
-            )
-        ]
+        batches = []
+        for indices in batch_indices(
+            step, train.global_batch_size, rank, num_ranks, train.micro_batch_size
+        ):
+            samples = self.blend.samples(indices)
+            _check_ids(f"samples {indices[0]} to {indices[-1]}", samples, self.config)
+            batches.append(torch.from_numpy(samples))
+        return batches
 
     def validation_windows(
         self, length: int, rank: int, num_ranks: int
@@ -109,6 +119,9 @@ def open_inputs(config: Config) -> Inputs:
     if problems:
         raise DataError(*problems)
     _set_vocab_size(config, tokenizer)
+    for file in (*corpora, *validation):
+        # The rest is looked at as it is read: a corpus can be larger than a start may take.
+        _check_ids(f"{file.prefix}.bin", file.read(0, min(file.num_tokens, _LOOKED_AT)), config)
     weights = [corpus.weight for corpus in data.corpora]
     blend = Blend(
         list(zip(corpora, weights, strict=True)),
@@ -117,6 +130,15 @@ def open_inputs(config: Config) -> Inputs:
         eos_id=None if tokenizer is None else tokenizer.eos_id,
     )
     return Inputs(config, blend, corpora, validation, tokenizer)
+
+
+def _check_ids(what: str, tokens: np.ndarray, config: Config) -> None:
+    size = config.model.vocab_size
+    assert size is not None
+    low, high = (int(tokens.min()), int(tokens.max())) if tokens.size else (0, 0)
+    if low < 0 or high >= size:
+        rule = f"holds token id {low if low < 0 else high}, outside model.vocab_size = {size}"
+        raise DataError(Problem(what, None, rule, "use the corpus's own tokenizer"))
 
 
 def _set_vocab_size(config: Config, tokenizer: Tokenizer | None) -> None:

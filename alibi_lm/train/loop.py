@@ -6,9 +6,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 from alibi_lm.config import Config
 from alibi_lm.console import console
-from alibi_lm.errors import NotFiniteError, Problem
+from alibi_lm.errors import DataError, NotFiniteError, Problem
 from alibi_lm.model.flops import flops_per_token
 from alibi_lm.train.distributed import rank, world_size
 from alibi_lm.train.engine import Engine, NotFinite, StepResult
@@ -48,7 +50,7 @@ class Loop:
         """
         train = self.config.train
         while step < train.num_steps:
-            batches = self.inputs.micro_batches(step, rank(), world_size())
+            batches = self._batches(step)
             try:
                 result = self.engine.step(batches, step)
             except NotFinite as failure:
@@ -61,6 +63,13 @@ class Loop:
                 self._paused(self._validate, step)
             if step % train.checkpoint_interval == 0 or step == train.num_steps:
                 self._paused(self._save, step)
+
+    def _batches(self, step: int) -> list[torch.Tensor]:
+        try:
+            return self.inputs.micro_batches(step, rank(), world_size())
+        except DataError:
+            console.muted = False  # only the rank that reads the bad data can say so
+            raise
 
     def _log(self, step: int, result: StepResult) -> None:
         if self.metrics is not None:

@@ -53,6 +53,7 @@ class Metrics:
         rate = (step - self._last_step) * tokens_per_step / seconds
         mfu = rate * flops_per_token / peak_flops if peak_flops else None
         self._last_time, self._last_step = now, step
+        memory = memory_in_use()
         line = {
             "step": step,
             "loss": result.loss,
@@ -61,7 +62,7 @@ class Metrics:
             "tokens": tokens,
             "tokens_per_second": rate,
             "mfu": mfu,
-            "memory_bytes": memory_in_use(),
+            "memory_bytes": memory,
             "skipped": result.skipped,
         }
         _write(self._training, line)
@@ -73,10 +74,10 @@ class Metrics:
                 "train/lr": result.learning_rate,
                 "speed/tokens_per_second": rate,
                 "speed/mfu": mfu,
-                "memory/gib": line["memory_bytes"] / 2**30,
+                "memory/gib": memory / 2**30,
             },
         )
-        console.say(self._line(step, result, rate, mfu, line["memory_bytes"], now))
+        console.say(self._line(step, result, rate, mfu, memory, now))
 
     def _line(
         self, step: int, result: StepResult, rate: float, mfu: float | None, memory: int, now: float

@@ -17,7 +17,7 @@ from alibi_lm.checkpoint.folder import CONFIG, read_meta, resolve_step
 from alibi_lm.checkpoint.step import open_run
 from alibi_lm.config import Config
 from alibi_lm.console import console
-from alibi_lm.errors import CheckpointError, ConfigError, Problem, UserError
+from alibi_lm.errors import CheckpointError, ConfigError, Problem
 from alibi_lm.files import write_json, write_text
 from alibi_lm.model.flops import num_parameters
 from alibi_lm.settings import apply_overrides, build, digest, load_yaml, to_dict, to_yaml
@@ -28,7 +28,7 @@ from alibi_lm.train.deepspeed_config import (
     deepspeed_config,
     stage_problems,
 )
-from alibi_lm.train.distributed import raise_if_different, raise_together, rank, world_size
+from alibi_lm.train.distributed import raise_if_different, rank, together, world_size
 from alibi_lm.train.engine import Engine
 from alibi_lm.train.hardware import peak_flops
 from alibi_lm.train.inputs import Inputs, open_inputs
@@ -68,7 +68,7 @@ def read_config(
     return config, block
 
 
-def pretrain(path: str | Path, overrides: Sequence[str], num_ranks: int) -> None:
+def pretrain(path: str | Path, overrides: Sequence[str]) -> None:
     """Start the run of a config, or go on with it from its newest good checkpoint.
 
     The process group must not exist yet; it is made here from the launcher's environment.
@@ -76,19 +76,19 @@ def pretrain(path: str | Path, overrides: Sequence[str], num_ranks: int) -> None
     Raises:
         UserError: on every rank alike, for everything that a user can mend.
     """
-    config, block = read_config(path, overrides, num_ranks)
     deepspeed.init_distributed(get_accelerator().communication_backend_name(), verbose=False)
+    config, block = together(lambda: read_config(path, overrides, world_size()))
     raise_if_different("the resolved config", digest(config))
-    inputs = _together(lambda: open_inputs(config))
+    inputs = together(lambda: open_inputs(config))
     run = Path(config.run.dir)
     found = find_checkpoint(run)
     if found is not None:
-        _together(lambda: check_resumable(*found, config, inputs.facts()))
+        together(lambda: check_resumable(*found, config, inputs.facts()))
         if int(found[1]["step"]) == config.train.num_steps:
             done = config.train.num_steps
             console.say(f"{run} has done its {done:,} steps already; newest checkpoint: {found[0]}")
             return
-    source = _together(lambda: _initial_weights(config)) if found is None else None
+    source = together(lambda: _initial_weights(config)) if found is None else None
     ds_config = deepspeed_config(config, block, world_size())
     engine = Engine(config, json.loads(json.dumps(ds_config)))
     _prepare_run_folder(run, config, ds_config)
@@ -98,17 +98,6 @@ def pretrain(path: str | Path, overrides: Sequence[str], num_ranks: int) -> None
     elif source is not None:
         engine.load(source, read_meta(source), weights_only=True)
     _train(engine, inputs, config, found)
-
-
-def _together(action: Any) -> Any:
-    """Run `action` on every rank; if any rank fails, all raise its error."""
-    result, error = None, None
-    try:
-        result = action()
-    except UserError as failure:
-        error = failure
-    raise_together(error)
-    return result
 
 
 def _initial_weights(config: Config) -> Path | None:

@@ -1,0 +1,138 @@
+"""Running the real `deepspeed` CLI on a small run, for the tests of this folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from alibi_lm.data.indexed import TokenFileWriter
+from alibi_lm.settings import to_yaml
+
+REPOSITORY = Path(__file__).parents[2]
+VOCAB_SIZE = 320
+
+
+def write_corpus(prefix: Path, num_documents: int = 40, seed: int = 0) -> Path:
+    """A token file with something to learn: each document walks an own short cycle of ids."""
+    rng = np.random.default_rng(seed)
+    writer = TokenFileWriter(prefix, np.uint16)
+    for _ in range(num_documents):
+        cycle = rng.integers(4, VOCAB_SIZE, size=int(rng.integers(5, 40)))
+        length = int(rng.integers(200, 1200))
+        writer.add_document([*np.resize(cycle, length).tolist(), 1])
+    writer.finish()
+    return prefix
+
+
+def write_config(folder: Path, **train: Any) -> Path:
+    """A config of a small fp32 run under `folder`, with its own corpus."""
+    corpus = write_corpus(folder / "corpus")
+    config = {
+        "run": {"dir": str(folder / "run")},
+        "model": {
+            "num_layers": 2,
+            "hidden_size": 64,
+            "num_heads": 4,
+            "vocab_size": VOCAB_SIZE,
+        },
+        "data": {"corpora": [{"prefix": str(corpus)}], "validation": [str(corpus)]},
+        "train": {
+            "sequence_length": 64,
+            "num_steps": 10,
+            "micro_batch_size": 2,
+            "global_batch_size": 8,
+            "precision": "fp32",
+            "schedule": "constant",
+            "learning_rate": 3e-3,
+            "log_interval": 1,
+            "checkpoint_interval": 5,
+        }
+        | train,
+        "deepspeed": {"zero_optimization": {"stage": 1}},
+    }
+    path = folder / "config.yaml"
+    path.write_text(to_yaml(config), encoding="utf-8")
+    return path
+
+
+def command(config: Path, *overrides: str, ranks: int = 2) -> list[str]:
+    """The command line that starts `ranks` ranks."""
+    script = [str(REPOSITORY / "launch" / "pretrain.py"), str(config), *overrides]
+    if ranks == 0:
+        return [sys.executable, *script]
+    launcher = str(Path(sys.executable).with_name("deepspeed"))
+    port = str(free_port())
+    return [sys.executable, launcher, "--num_gpus", str(ranks), "--master_port", port, *script]
+
+
+def free_port() -> int:
+    """A TCP port that nothing listens on at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def environment() -> dict[str, str]:
+    """One thread a rank: the ranks share the machine's cores."""
+    return os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+
+
+def launch(
+    config: Path, *overrides: str, ranks: int = 2, code: int = 0
+) -> subprocess.CompletedProcess[str]:
+    """Run to the end; `ranks` 0 starts plain python. Fails unless it exits with `code`."""
+    done = subprocess.run(
+        command(config, *overrides, ranks=ranks),
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == code, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+def launch_and_kill(config: Path, *overrides: str, when: Callable[[], bool]) -> None:
+    """Start 2 ranks and SIGKILL launcher and ranks at once, as soon as `when` is true."""
+    process = subprocess.Popen(
+        command(config, *overrides),
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    give_up = time.monotonic() + 600
+    try:
+        while not when():
+            assert process.poll() is None, f"ended before the kill:\n{process.communicate()[0]}"
+            assert time.monotonic() < give_up, "the moment to kill never came"
+            time.sleep(0.0005)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl; a line that a kill cut short counts as none."""
+    path = run / "metrics.jsonl"
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def error_lines(done: subprocess.CompletedProcess[str]) -> list[str]:
+    """What the program itself (not the launcher) wrote as errors."""
+    return [line for line in done.stderr.splitlines() if line.startswith("error: ")]
