@@ -134,6 +134,10 @@ def test_length_4096(kv_heads: int, dtype: torch.dtype) -> None:
     check(Case(2, kv_heads, 4096, 4096, dtype))
 
 
+def test_length_4096_with_a_steep_head() -> None:
+    check(Case(5, 5, 4096, 4096, torch.float32))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_queries", [1, 4])
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
@@ -226,6 +230,11 @@ class TestTheCheckCanFail:
         check(self.CASES[1], right)
         with pytest.raises(AssertionError):
             check(self.CASES[1], wrong)
+
+    def test_one_zero_of_the_bias_for_a_long_input(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(flash, "QUERY_CHUNK", 4096)
+        with pytest.raises(AssertionError):
+            check(Case(5, 5, 4096, 4096, torch.float32))
 
     def test_cached_query_aligned_with_the_first_key(self) -> None:
         def wrong(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
