@@ -89,7 +89,7 @@ def errors(case: Case, function: AttentionFunction) -> list[float]:
     assert output.dtype == case.dtype
     got = [output, *torch.autograd.grad(output, leaves, grad), plain]
     # One key alone has no gradient of its score: what is left is measured against grad.
-    floor = grad.double().norm().item() * 1e-6
+    floor = grad.double().norm().item() * 1e-4
     return [
         (ours.double() - right).norm().item() / max(right.norm().item(), floor)
         for ours, right in zip(got, [*expected, expected[0]], strict=True)
