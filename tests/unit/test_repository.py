@@ -1,0 +1,354 @@
+"""The repository keeps its own rules: every YAML loads, imports point one way, READMEs are true."""
+
+import ast
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+import yaml
+
+from alibi_lm.config import Config, load_config
+from alibi_lm.data.prepare import load_recipe
+from alibi_lm.evals.suite import read_suite
+from alibi_lm.model.flops import num_parameters
+from alibi_lm.settings import build
+from alibi_lm.train.deepspeed_config import accumulation_steps
+from alibi_lm.train.pretrain import read_config
+from alibi_lm.train.resume import MAY_CHANGE
+
+REPOSITORY = Path(__file__).parents[2]
+LIBRARY = REPOSITORY / "alibi_lm"
+SCRIPT_FOLDERS = ("launch", "data", "evals", "configs")
+
+MODULES = sorted(LIBRARY.rglob("*.py"))
+SCRIPTS = sorted(path for name in SCRIPT_FOLDERS for path in (REPOSITORY / name).rglob("*.py"))
+TESTS = sorted((REPOSITORY / "tests").rglob("*.py"))
+READMES = sorted([REPOSITORY / "README.md", *REPOSITORY.glob("*/README.md")])
+CONFIGS = sorted((REPOSITORY / "configs").rglob("*.yaml"))
+
+BASE = ("errors", "console", "files", "settings")
+"""What everything may import, and what imports nothing above itself."""
+
+# What each part of the library may import of the library, besides itself and BASE. A name with a
+# dot is one module. Read downwards, a part only ever names parts above it: imports point one way.
+MAY_IMPORT: dict[str, tuple[str, ...]] = {
+    "config": ("data.config", "model.config", "parallel.config", "train.config"),
+    "parallel": ("config",),
+    "model": ("config", "parallel"),
+    "data": (),
+    "checkpoint": ("config", "model", "data.tokenizer"),
+    "hf": ("config", "model", "data", "checkpoint"),
+    "evals": ("config", "model", "data", "checkpoint", "hf"),
+    "train": ("config", "parallel", "model", "data", "checkpoint", "evals"),
+    "cli": ("config", "parallel", "model", "data", "checkpoint", "hf", "evals", "train"),
+    "__main__": ("cli",),
+}
+MAY_IMPORT_OF_BASE: dict[str, tuple[str, ...]] = {
+    "errors": (),
+    "console": (),
+    "files": (),
+    "settings": ("errors",),
+}
+SECTIONS = re.compile(r"^(data|evals|model|parallel|train)\.config$")
+"""The packages' own config sections: below everything, they know of mistakes only."""
+
+ENVIRONMENT_READERS = {"train.entry"}
+PRINTERS = {"console"}
+PIPELINE_USERS = {"parallel.pipeline"}
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_SCRIPT_LINES = 400, 80, 40
+
+RANKS = re.compile(
+    r"^# Ranks: (?P<ranks>\d+) \((?P<micro>\d+) samples? x (?P=ranks) ranks"
+    r"(?: x (?P<accumulated>\d+) accumulated)? = (?P<batch>[\d,]+)",
+    re.MULTILINE,
+)
+PUBLISHED_PARAMETERS = {
+    "mpt-7b.yaml": 6_649_286_656,
+    "mpt-7b-65k.yaml": 6_649_286_656,
+    "bloom-560m.yaml": 559_214_592,
+    "bloom-176b.yaml": 176_247_271_424,
+}
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(REPOSITORY))
+
+
+# ---- YAML ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=name_of)
+def test_every_config_loads_and_its_batch_divides_over_its_ranks(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    stated = RANKS.search(text)
+    if stated is None:
+        makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
+        command = re.search(rf"--num_gpus (\d+) launch/pretrain.py {name_of(path)}", makefile)
+        assert command, "its first lines must say `# Ranks: ...`"
+        read_config(path, [], int(command[1]))
+        return
+    ranks = int(stated["ranks"])
+    config, _ = read_config(path, [], ranks)
+    assert config.train.micro_batch_size == int(stated["micro"])
+    assert config.train.global_batch_size == int(stated["batch"].replace(",", ""))
+    assert accumulation_steps(config, ranks) == int(stated["accumulated"] or 1)
+    assert "Not run" in text
+
+
+@pytest.mark.parametrize(("name", "expected"), PUBLISHED_PARAMETERS.items())
+def test_shapes_have_the_published_number_of_parameters(name: str, expected: int) -> None:
+    assert num_parameters(load_config(REPOSITORY / "configs" / name).model) == expected
+
+
+def test_the_other_length_of_the_papers_large_model_is_a_valid_config() -> None:
+    path = REPOSITORY / "configs" / "paper-1.3b.yaml"
+    line = next(s for s in path.read_text().splitlines() if "train.sequence_length=1024" in s)
+    overrides = line.removeprefix("#").split()
+    assert read_config(path, overrides, 32)[0].train.sequence_length == 1024
+
+
+def test_a_continuation_has_the_model_that_it_goes_on_from() -> None:
+    first, _ = read_config(REPOSITORY / "configs/mpt-7b.yaml", [], 64)
+    second, _ = read_config(REPOSITORY / "configs/mpt-7b-65k.yaml", [], 8)
+    assert second.model == first.model
+    assert second.train.init_from == first.run.dir
+    assert second.train.sequence_length == 65536
+
+
+@pytest.mark.parametrize("path", sorted((REPOSITORY / "data").rglob("*.yaml")), ids=name_of)
+def test_every_recipe_loads(path: Path) -> None:
+    assert load_recipe(path).sources
+
+
+@pytest.mark.parametrize("path", sorted((REPOSITORY / "evals").rglob("*.yaml")), ids=name_of)
+def test_every_suite_loads(path: Path) -> None:
+    read_suite(path)
+
+
+# ---- launch templates ---------------------------------------------------------------------------
+
+
+def test_the_hostfile_is_one_that_deepspeed_reads() -> None:
+    from deepspeed.launcher.runner import fetch_hostfile
+
+    assert fetch_hostfile(str(REPOSITORY / "launch/hostfile.example")) == {"node-1": 8, "node-2": 8}
+
+
+def test_the_environment_file_has_no_line_that_deepspeed_stumbles_over() -> None:
+    text = (REPOSITORY / "launch/deepspeed_env.example").read_text(encoding="utf-8")
+    for line in text.splitlines():
+        # The launcher splits every line at its first =, comments and empty ones too.
+        assert re.fullmatch(r"[A-Z][A-Z0-9_]*=\S+", line), line
+    table = (REPOSITORY / "launch/README.md").read_text(encoding="utf-8")
+    for line in text.splitlines():
+        assert f"`{line.split('=')[0]}`" in table
+
+
+# ---- imports ------------------------------------------------------------------------------------
+
+
+def module_name(path: Path) -> str:
+    """The name of a library file inside the library, for example train.loop; "" for its root."""
+    parts = path.relative_to(LIBRARY).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+NAMES = {module_name(path) for path in MODULES}
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Full names of everything that a file imports anywhere in it, `from a import b` as a.b."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def library_imports(path: Path) -> set[str]:
+    """The library's modules that a file imports; the root (`__version__`) aside."""
+    found = set()
+    for name in imports(path):
+        if name.split(".")[0] == "alibi_lm":
+            inside = name.removeprefix("alibi_lm").removeprefix(".")
+            while inside not in NAMES:  # a class or function of a module
+                inside = inside.rpartition(".")[0]
+            found.add(inside)
+    return found - {""}
+
+
+def part_of(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def may_import(importer: str, imported: str) -> bool:
+    """Whether the architecture lets one module of the library import another."""
+    if importer == "":
+        return False
+    if SECTIONS.match(importer):
+        return imported == "errors"
+    part = part_of(importer)
+    if part in MAY_IMPORT_OF_BASE:
+        return imported in MAY_IMPORT_OF_BASE[part]
+    allowed = (part, *BASE, *MAY_IMPORT[part])
+    return imported in allowed or part_of(imported) in allowed
+
+
+def test_the_table_itself_points_one_way() -> None:
+    parts = [*BASE, *MAY_IMPORT]
+    for part, allowed in MAY_IMPORT.items():
+        for other in allowed:
+            below = SECTIONS.match(other) or parts.index(part_of(other)) < parts.index(part)
+            assert below, f"{part} may import {other}"
+    assert {part_of(name) for name in NAMES if name} == set(parts)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_imports_obey_the_architecture(path: Path) -> None:
+    module = module_name(path)
+    wrong = [name for name in library_imports(path) if not may_import(module, name)]
+    assert not wrong, f"{module} may not import {wrong}"
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    graph = {module_name(path): library_imports(path) for path in MODULES}
+    TopologicalSorter(graph).prepare()  # raises CycleError, naming the circle
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=name_of)
+def test_scripts_are_thin_and_know_the_library_only(path: Path) -> None:
+    roots = {name.split(".")[0] for name in imports(path)}
+    assert roots <= {*sys.stdlib_module_names, "alibi_lm"}
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= MAX_SCRIPT_LINES
+
+
+def test_nothing_imports_the_script_folders_and_they_are_not_packaged() -> None:
+    for path in (*MODULES, *SCRIPTS, *TESTS):
+        roots = {name.split(".")[0] for name in imports(path)}
+        assert not roots & set(SCRIPT_FOLDERS), path
+    settings = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
+    find = settings["tool"]["setuptools"]["packages"]["find"]
+    assert find["include"] == ["alibi_lm*"]
+
+
+# ---- style --------------------------------------------------------------------------------------
+
+
+def environment_reads(module: ast.Module) -> Iterator[int]:
+    """Lines that use os.environ or os.getenv in another way than setting a variable."""
+    set_only = {
+        id(node.value)
+        for node in ast.walk(module)
+        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store)
+    }
+    for node in ast.walk(module):
+        if isinstance(node, ast.Attribute) and id(node) not in set_only:
+            if ast.unparse(node) in ("os.environ", "os.environb", "os.getenv"):
+                yield node.lineno
+        elif isinstance(node, ast.ImportFrom) and node.module == "os":
+            yield from (node.lineno for alias in node.names if "env" in alias.name)
+
+
+def test_only_entry_points_read_the_environment() -> None:
+    found = {module_name(path) for path in MODULES if any(environment_reads(tree(path)))}
+    assert found <= ENVIRONMENT_READERS
+
+
+def test_only_the_console_prints() -> None:
+    found = {
+        module_name(path)
+        for path in MODULES
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "print"
+    }
+    assert found <= PRINTERS
+
+
+def test_only_the_pipeline_knows_deepspeeds_pipeline() -> None:
+    found = {
+        module_name(path)
+        for path in MODULES
+        if any(re.match(r"deepspeed(\.runtime)?\.pipe\b", name) for name in imports(path))
+    }
+    assert found <= PIPELINE_USERS
+
+
+@pytest.mark.parametrize("path", [*MODULES, *SCRIPTS, *TESTS], ids=name_of)
+def test_files_and_functions_are_short(path: Path) -> None:
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= MAX_FILE_LINES
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            assert length <= MAX_FUNCTION_LINES, f"{node.name}: {length} lines"
+
+
+# ---- READMEs ------------------------------------------------------------------------------------
+
+
+def code_of(text: str) -> str:
+    """Everything of a README that is code: fenced and indented blocks, and spans."""
+    blocks = re.findall(r"^```.*?^```", text, re.MULTILINE | re.DOTALL)
+    rest = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    blocks += re.findall(r"^ {4}.*$", rest, re.MULTILINE)
+    return "\n".join([*blocks, *re.findall(r"`([^`\n]+)`", rest)])
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors of a README's headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("readme", READMES, ids=name_of)
+def test_links_and_paths_of_readmes_exist(readme: Path) -> None:
+    text = readme.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"[a-z]+:", target):
+            continue
+        file, _, anchor = target.partition("#")
+        linked = (readme.parent / file).resolve() if file else readme
+        assert linked.exists(), target
+        assert not anchor or anchor in anchors(linked.read_text(encoding="utf-8")), target
+    folders = "|".join(("alibi_lm", "tests", *SCRIPT_FOLDERS))
+    for path in re.findall(rf"(?<![\w./-])(?:{folders})/[\w./-]+\.\w+\b", code_of(text)):
+        if "NAME" not in path:
+            assert (REPOSITORY / path).exists(), path
+
+
+@pytest.mark.parametrize("readme", READMES, ids=name_of)
+def test_make_targets_of_readmes_exist(readme: Path) -> None:
+    makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z][\w-]*):", makefile, re.MULTILINE))
+    named = re.findall(r"\bmake ([a-z][\w-]*)", code_of(readme.read_text(encoding="utf-8")))
+    assert set(named) <= targets
+
+
+def test_the_readme_lists_what_may_change_on_resume() -> None:
+    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    listed = text.partition("**What may change**")[2].partition("Token files")[0]
+    assert set(re.findall(r"`([\w.]+)`", listed)) == set(MAY_CHANGE)
+
+
+def test_the_readmes_configs_are_configs() -> None:
+    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 2
+    for block in blocks:
+        build(Config, yaml.safe_load(block))
+
+
+def test_the_configs_readme_lists_every_config() -> None:
+    text = (REPOSITORY / "configs/README.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| `([\w.-]+\.yaml)` \|", text, re.MULTILINE)
+    assert sorted(listed) == [path.name for path in CONFIGS]
