@@ -133,7 +133,8 @@ def needle(run: Path, overrides: Sequence[str], suite: Path | None, force: bool)
     type=click.Choice(["mpt", "bloom"]),
     help="Hugging Face class; by default the one that the model's shape fits.",
 )
-def export(run: Path, out: Path | None, dtype: str, layout: str | None) -> None:
+@click.option("--tokenizer/--no-tokenizer", default=True, help="Whether to write a tokenizer.")
+def export(run: Path, out: Path | None, dtype: str, layout: str | None, tokenizer: bool) -> None:
     """Write RUN as a Hugging Face folder, reload it, and compare its logits.
 
     OUT is by default RUN/hf/step_XXXXXXXX.
@@ -142,7 +143,7 @@ def export(run: Path, out: Path | None, dtype: str, layout: str | None) -> None:
     from alibi_lm.hf.export import export as run_export
 
     step = open_run(run)
-    run_export(step, out or step.hf_folder, dtype=dtype, format=layout)
+    run_export(step, out or step.hf_folder, dtype=dtype, format=layout, tokenizer=tokenizer)
 
 
 @main.command()
@@ -240,3 +241,26 @@ def verify_checkpoints(run: Path) -> None:
             problems.extend(error.problems)
     if problems:
         raise CheckpointError(*problems)
+
+
+@main.group()
+def bench() -> None:
+    """Measure speeds: ratios taken in one run on this machine."""
+
+
+@bench.command()
+@click.argument("recipe", type=click.Path(path_type=Path))
+@OVERRIDES
+@click.option("--megabytes", default=16.0, show_default=True, help="Text of one measurement.")
+def tokenize(recipe: Path, overrides: Sequence[str], megabytes: float) -> None:
+    """Tokenise the start of RECIPE's corpora with one process and with all cores.
+
+    The recipe must have been prepared: its tokenizer is the one measured.
+    """
+    from alibi_lm.data.benchmark import benchmark_tokenise
+    from alibi_lm.data.prepare import load_recipe
+    from alibi_lm.data.tokenizer import load_tokenizer
+
+    loaded = load_recipe(recipe, list(overrides))
+    tokenizer = load_tokenizer(Path(loaded.output) / "tokenizer")
+    benchmark_tokenise(loaded, tokenizer, num_bytes=int(megabytes * 1e6))

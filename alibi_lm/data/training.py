@@ -6,6 +6,7 @@ import io
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from alibi_lm.data.config import TokenizerConfig
 from alibi_lm.data.tokenizer import SPACE_SIGN, Tokenizer
@@ -52,9 +53,30 @@ def train_tokenizer(texts: Iterable[str], config: TokenizerConfig, path: Path) -
         )
     except RuntimeError as error:
         raise ConfigError(_vocabulary_problem(config.vocab_size, str(error))) from None
+    trained = model.getvalue()
+    if config.kind == "unigram":
+        trained = round_scores(trained)
     with replacing(path) as temporary:
-        temporary.write_bytes(model.getvalue())
+        temporary.write_bytes(trained)
     return Tokenizer(path)
+
+
+def round_scores(model: bytes) -> bytes:
+    """A sentencepiece model with its normal pieces' scores at multiples of 1/64.
+
+    Unigram sums scores along a text, in fp32 here and in fp64 in Hugging Face's tokenizers. Cuts
+    that tie (of a long run of spaces, say) would be decided by rounding and so differ; sums of
+    multiples of 1/64 are exact in both.
+    """
+    # The generated module's messages have no types that a checker can see.
+    from sentencepiece import sentencepiece_model_pb2
+
+    proto: Any = sentencepiece_model_pb2.ModelProto()
+    proto.ParseFromString(model)
+    for piece in proto.pieces:
+        if piece.type == proto.SentencePiece.NORMAL:
+            piece.score = round(piece.score * 64) / 64
+    return bytes(proto.SerializeToString())
 
 
 def _sentences(texts: Iterable[str]) -> Iterator[str]:

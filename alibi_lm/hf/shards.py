@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
+from alibi_lm.checkpoint.tensor_file import save_tensors
 from alibi_lm.files import write_json
 
 SHARD_BYTES = 5_000_000_000
@@ -27,10 +27,7 @@ def write_shards(
     def flush() -> None:
         # The number of shards is part of their names and is known at the end.
         path = _partial(folder, len(shards))
-        path.touch()  # with the user's permissions, where safetensors gives the owner's only
-        mode = path.stat().st_mode
-        save_file(pending, path, metadata={"format": "pt"})
-        path.chmod(mode)
+        save_tensors(path, pending)
         shards.append(list(pending))
         pending.clear()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import socket
 import sys
 import warnings
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from typing import NoReturn
 
 from alibi_lm.console import console
 from alibi_lm.errors import UserError
+from alibi_lm.train.environment import launcher_environment
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -32,7 +32,11 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
     parsed = parser.parse_intermixed_args(arguments)
-    _complete_environment(parsed.local_rank)
+    try:
+        os.environ.update(launcher_environment(os.environ, parsed.local_rank))
+    except UserError as error:
+        console.error(str(error))
+        return error.exit_code
     console.muted = int(os.environ["RANK"]) != 0
     _quiet_libraries()
     _share_cores()
@@ -41,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
     from alibi_lm.train.pretrain import pretrain
 
     try:
-        pretrain(parsed.config, parsed.overrides)
+        pretrain(parsed.config, parsed.overrides, int(os.environ["LOCAL_RANK"]))
     except UserError as error:
         console.error(str(error))
         if error.on_every_rank:
@@ -50,24 +54,6 @@ def main(arguments: Sequence[str]) -> int:
     finally:
         _leave()
     return 0
-
-
-def _complete_environment(local_rank: int) -> None:
-    """Without a launcher this process is the only rank."""
-    if "RANK" in os.environ:
-        os.environ.setdefault("LOCAL_RANK", str(local_rank))
-        return
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    os.environ.update(
-        RANK="0",
-        LOCAL_RANK="0",
-        WORLD_SIZE="1",
-        LOCAL_SIZE="1",
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-    )
 
 
 def _quiet_libraries() -> None:

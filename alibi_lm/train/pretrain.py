@@ -68,7 +68,7 @@ def read_config(
     return config, block
 
 
-def pretrain(path: str | Path, overrides: Sequence[str]) -> None:
+def pretrain(path: str | Path, overrides: Sequence[str], local_rank: int) -> None:
     """Start the run of a config, or go on with it from its newest good checkpoint.
 
     The process group must not exist yet; it is made here from the launcher's environment.
@@ -76,6 +76,8 @@ def pretrain(path: str | Path, overrides: Sequence[str]) -> None:
     Raises:
         UserError: on every rank alike, for everything that a user can mend.
     """
+    # Before the first collective: each rank of a host talks through its own device.
+    get_accelerator().set_device(local_rank)
     deepspeed.init_distributed(get_accelerator().communication_backend_name(), verbose=False)
     config, block = together(lambda: read_config(path, overrides, world_size()))
     raise_if_different("the resolved config", digest(config))
@@ -88,7 +90,7 @@ def pretrain(path: str | Path, overrides: Sequence[str]) -> None:
             done = config.train.num_steps
             console.say(f"{run} has done its {done:,} steps already; newest checkpoint: {found[0]}")
             return
-    source = together(lambda: _initial_weights(config)) if found is None else None
+    source = together(lambda: _initial_weights(config, inputs)) if found is None else None
     ds_config = deepspeed_config(config, block, world_size())
     engine = Engine(config, json.loads(json.dumps(ds_config)))
     _prepare_run_folder(run, config, ds_config)
@@ -100,31 +102,26 @@ def pretrain(path: str | Path, overrides: Sequence[str]) -> None:
     _train(engine, inputs, config, found)
 
 
-def _initial_weights(config: Config) -> Path | None:
-    """The step folder of `train.init_from`, its model compared with ours."""
+def _initial_weights(config: Config, inputs: Inputs) -> Path | None:
+    """The step folder of `train.init_from`, its model and tokenizer compared with ours."""
     if config.train.init_from is None:
         return None
     folder = resolve_step(Path(config.train.init_from))
     step = open_run(folder, check=rank() == 0)
     theirs, ours = to_dict(step.config.model), to_dict(config.model)
+    fix = "use the same model and tokenizer as train.init_from"
     # The window and the spread of initial weights do not change what a weight means.
-    differing = [
-        key
+    problems = [
+        Problem(f"model.{key}", ours[key], f"is {theirs[key]!r} in {folder}", fix)
         for key in ours
         if ours[key] != theirs[key] and key not in ("window", "initializer_range")
     ]
-    if differing:
-        raise CheckpointError(
-            *(
-                Problem(
-                    f"model.{key}",
-                    ours[key],
-                    f"is {theirs[key]!r} in {folder}",
-                    "use the same model as train.init_from",
-                )
-                for key in differing
-            )
-        )
+    tokenizer = None if inputs.tokenizer is None else inputs.tokenizer.digest
+    if tokenizer != step.meta["data"]["tokenizer"]:
+        rule = f"is not the tokenizer of {folder}"
+        problems.append(Problem("data.tokenizer", config.data.tokenizer, rule, fix))
+    if problems:
+        raise CheckpointError(*problems)
     return folder
 
 

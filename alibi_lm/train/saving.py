@@ -13,7 +13,6 @@ from typing import Any
 import deepspeed
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from alibi_lm import __version__
 from alibi_lm.checkpoint.folder import (
@@ -27,6 +26,7 @@ from alibi_lm.checkpoint.folder import (
     step_name,
 )
 from alibi_lm.checkpoint.fragments import fragment_key
+from alibi_lm.checkpoint.tensor_file import save_tensors
 from alibi_lm.config import Config
 from alibi_lm.data.tokenizer import Tokenizer
 from alibi_lm.errors import CheckpointError, Problem
@@ -125,7 +125,7 @@ def _write_shard(engine: Engine, path: Path) -> None:
         fragment_key(fragment.name, kind, fragment.start): tensor.detach().float().cpu()
         for fragment, kind, tensor in state.owned_tensors(engine.deepspeed)
     }
-    save_file(tensors, path)
+    save_tensors(path, tensors)
     sync(path)
 
 

@@ -171,6 +171,7 @@ def test_every_setting_is_documented(root: type) -> None:
             node.target.id
             for node, after in zip(body, body[1:], strict=False)
             if isinstance(node, ast.AnnAssign)
+            and isinstance(node.target, ast.Name)
             and isinstance(after, ast.Expr)
             and isinstance(after.value, ast.Constant)
         }

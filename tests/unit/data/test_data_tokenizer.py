@@ -190,3 +190,20 @@ def test_what_is_no_tokenizer_is_refused_by_name(tmp_path: Path) -> None:
         load_tokenizer(tmp_path / "missing.model")
     with pytest.raises(DataError, match="holds no tokenizer"):
         load_tokenizer(tmp_path)
+
+
+def test_unigram_scores_add_up_exactly_in_any_precision(tmp_path: Path) -> None:
+    from sentencepiece import SentencePieceProcessor
+
+    texts = [inspect.getsource(module) for module in (argparse, inspect)]
+    path = tmp_path / "tokenizer.model"
+    train_tokenizer(texts, TokenizerConfig(kind="unigram", vocab_size=600), path)
+    processor = SentencePieceProcessor(model_file=str(path))
+    scores = [
+        processor.get_score(i)
+        for i in range(len(processor))
+        if not (processor.is_control(i) or processor.is_unknown(i) or processor.is_byte(i))
+    ]
+    assert len(scores) > 50
+    assert all(score * 64 == round(score * 64) for score in scores)
+    assert len({round(score) for score in scores}) > 2

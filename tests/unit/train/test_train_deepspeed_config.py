@@ -1,0 +1,131 @@
+"""The `deepspeed:` block: what is refused, and what DeepSpeed is given."""
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import deepspeed.runtime.config
+import pytest
+from deepspeed.runtime.config import DeepSpeedConfig
+
+from alibi_lm.config import Config
+from alibi_lm.errors import ConfigError
+from alibi_lm.settings import build
+from alibi_lm.train.deepspeed_config import (
+    OWNED,
+    PASSED_ON,
+    accumulation_steps,
+    batch_problems,
+    block_problems,
+    deepspeed_block,
+    deepspeed_config,
+    stage_problems,
+)
+
+
+def config(block: Any = None, **train: Any) -> Config:
+    raw = {
+        "run": {"dir": "runs/a"},
+        "data": {"corpora": [{"prefix": "x"}]},
+        "train": train,
+        "deepspeed": block or {},
+    }
+    return build(Config, raw)
+
+
+def text(block: dict[str, Any]) -> str:
+    return " | ".join(str(problem) for problem in block_problems(block))
+
+
+@pytest.mark.parametrize(
+    ("block", "part"),
+    [
+        ({"zero_optimisation": {}}, "did you mean deepspeed.zero_optimization?"),
+        ({"grad_clipping": 1.0}, "did you mean deepspeed.gradient_clipping?"),
+        ({"train_batch_size": 8}, "use train.global_batch_size"),
+        ({"bf16": {"enabled": True}}, "use train.precision"),
+        ({"elasticity": {}}, "was removed from DeepSpeed"),
+        ({"zero_optimization": {"stage": 5}}, "deepspeed.zero_optimization.stage"),
+        ({"zero_optimization": {"reduce_bucket_sise": 1}}, "did you mean reduce_bucket_size?"),
+        ({"zero_optimization": 2}, "is not a mapping"),
+        ({"fp16": {"loss_scal": 1}}, "did you mean loss_scale?"),
+        (
+            {"zero_optimization": {"offload_optimizer": {"devise": "cpu"}}},
+            "deepspeed.zero_optimization.offload_optimizer.devise",
+        ),
+    ],
+)
+def test_a_mistake_in_the_block_is_named(block: dict[str, Any], part: str) -> None:
+    assert part in text(block)
+
+
+def test_a_right_block_passes() -> None:
+    block = {
+        "zero_optimization": {"stage": 2, "overlap_comm": False, "reduce_bucket_size": 5e8},
+        "fp16": {"initial_scale_power": 12},
+        "wall_clock_breakdown": True,
+        "comms_logger": {"enabled": False},
+    }
+    assert text(block) == ""
+
+
+def test_every_passed_on_key_is_one_that_deepspeed_reads() -> None:
+    folder = Path(inspect.getfile(deepspeed.runtime.config)).parent.parent
+    source = "\n".join(path.read_text(encoding="utf-8") for path in folder.rglob("*.py"))
+    for key in (*PASSED_ON, *OWNED):
+        assert f'"{key}"' in source or f"'{key}'" in source, key
+
+
+@pytest.mark.parametrize(
+    ("micro", "accumulation", "total", "ranks", "right"),
+    [
+        (2, None, 8, 2, True),
+        (2, 2, 8, 2, True),
+        (2, 3, 8, 2, False),
+        (3, None, 8, 2, False),
+        (8, None, 8, 1, True),
+        (8, None, 8, 2, False),
+    ],
+)
+def test_the_batch_triple(
+    micro: int, accumulation: int | None, total: int, ranks: int, right: bool
+) -> None:
+    made = config(
+        micro_batch_size=micro, gradient_accumulation_steps=accumulation, global_batch_size=total
+    )
+    assert (not list(batch_problems(made, ranks))) == right
+    if right:
+        assert micro * ranks * accumulation_steps(made, ranks) == total
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_deepspeed_reads_what_we_give_it(precision: str, stage: int) -> None:
+    block = {"zero_optimization": {"stage": stage}}
+    made = config(block, precision=precision, micro_batch_size=2, global_batch_size=8)
+    read = DeepSpeedConfig(deepspeed_config(made, block, 1))
+    assert (read.train_batch_size, read.gradient_accumulation_steps) == (8, 4)
+    assert read.gradient_clipping == 1.0
+    assert read.zero_config.stage == stage
+    assert read.bfloat16_config.enabled == (precision == "bf16")
+    assert read.float16_config.enabled == (precision == "fp16")
+    assert read.grad_accum_dtype == "fp32"
+    assert read.optimizer_params["betas"] == [0.9, 0.95]
+
+
+def test_stage_0_in_16_bits_is_refused() -> None:
+    assert "use stage 1" in str(next(iter(stage_problems(config(precision="bf16"), {}))))
+    assert not list(stage_problems(config(precision="fp32"), {}))
+
+
+def test_the_block_may_be_a_json_file(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"zero_optimization": {"stage": 2}}')
+    assert deepspeed_block(config(str(path))) == {"zero_optimization": {"stage": 2}}
+    path.write_text("[1]")
+    for name, part in ((str(path), "is not a mapping"), ("no.json", "no such file")):
+        with pytest.raises(ConfigError, match=part):
+            deepspeed_block(config(name))
+    path.write_text("{")
+    with pytest.raises(ConfigError, match="is not JSON"):
+        deepspeed_block(config(str(path)))
