@@ -44,7 +44,8 @@ class _Commands(click.Group):
 def main() -> None:
     """Pretrain ALiBi language models, judge them on long contexts, export them.
 
-    Exit codes: 0 done, 2 a mistake to mend (one line says which), 3 a loss that is not finite.
+    Exit codes: 0 done, 2 a mistake to mend (one line says which), 3 a loss that is not finite,
+    4 asked to stop, and saved.
     """
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 EXIT_USER_ERROR = 2
 EXIT_NOT_FINITE = 3
+EXIT_STOPPED = 4
 
 
 @dataclass(frozen=True)

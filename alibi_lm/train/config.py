@@ -66,6 +66,8 @@ class TrainConfig:
 
     log_interval: int = 10
     """Steps between log lines, metrics.jsonl lines and TensorBoard points."""
+    max_minutes: float | None = None
+    """Save and stop after this many minutes, to be started again; by default never."""
     checkpoint_interval: int = 500
     """Steps between checkpoints; the last step always has one."""
     keep_last: int = 3
@@ -100,7 +102,7 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 yield Problem(f"{key}{name}", value, "is not positive", "give at least 1")
-        positive = ("learning_rate", "epsilon", "peak_flops")
+        positive = ("learning_rate", "epsilon", "peak_flops", "max_minutes")
         for name in positive:
             value = getattr(self, name)
             if value is not None and value <= 0:

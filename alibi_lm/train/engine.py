@@ -40,6 +40,8 @@ class StepResult:
     learning_rate: float
     skipped: bool
     """Whether fp16 loss scaling skipped the update."""
+    stop: bool = False
+    """Whether any rank has been asked to stop."""
 
 
 def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -70,8 +72,10 @@ class Engine:
                 config=ds_config,
             )
 
-    def step(self, batches: Sequence[torch.Tensor], step: int) -> StepResult:
+    def step(self, batches: Sequence[torch.Tensor], step: int, stop: bool = False) -> StepResult:
         """One optimizer step over this rank's micro-batches, each int64 `[B, L + 1]`.
+
+        `stop` says that this rank has been asked to stop; the result says whether any has.
 
         Raises:
             NotFinite: before the update, if the loss is not finite; after it, if the gradient
@@ -88,7 +92,9 @@ class Engine:
             loss = engine(batch[:, :-1], batch[:, 1:]).mean()
             total += loss.detach().double().cpu()
             if index == len(batches) - 1:
-                mean = self._mean(float(total), len(batches))
+                # Every rank has equally many samples, so the mean of means is the mean.
+                summed, ranks, stops = sum_over_ranks(float(total) / len(batches), 1.0, stop)
+                mean = summed / ranks
                 if not math.isfinite(mean):
                     raise NotFinite(f"loss {mean}")
             engine.backward(loss)
@@ -100,18 +106,12 @@ class Engine:
         skipped = bool(getattr(engine.optimizer, "overflow", False))
         if not math.isfinite(norm) and self.config.train.precision != "fp16":
             raise NotFinite(f"gradient norm {norm}")
-        return StepResult(mean, norm, rate, skipped)
+        return StepResult(mean, norm, rate, skipped, stop=stops > 0)
 
     def _plain_grad_norm(self) -> float:
         # Without ZeRO, DeepSpeed clips without saying what the norm was.
         gradients = [p.grad for p in self.deepspeed.module.parameters() if p.grad is not None]
         return float(torch.nn.utils.get_total_norm(gradients))
-
-    @staticmethod
-    def _mean(total: float, count: int) -> float:
-        # Every rank has equally many samples, so the mean of means is the mean.
-        summed, ranks = sum_over_ranks(total / count, 1.0)
-        return summed / ranks
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[torch.Tensor | None]) -> float:

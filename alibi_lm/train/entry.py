@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from alibi_lm.console import console
-from alibi_lm.errors import UserError
+from alibi_lm.errors import EXIT_STOPPED, UserError
 from alibi_lm.train.environment import launcher_environment
 
 
 def main(arguments: Sequence[str]) -> int:
     """Parse a training command line, run it on this rank, and return the exit code.
 
-    0: done. 2: a mistake of the user's. 3: a loss that is not finite.
+    0: done. 2: a mistake of the user's. 3: a loss that is not finite. 4: asked to stop, and saved.
     """
     parser = argparse.ArgumentParser(
         prog="pretrain.py", description="Start a run, or go on with it from its last checkpoint."
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
     from alibi_lm.train.pretrain import pretrain
 
     try:
-        pretrain(parsed.config, parsed.overrides, int(os.environ["LOCAL_RANK"]))
+        finished = pretrain(parsed.config, parsed.overrides, int(os.environ["LOCAL_RANK"]))
     except UserError as error:
         console.error(str(error))
         if error.on_every_rank:
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
         return error.exit_code
     finally:
         _leave()
-    return 0
+    return 0 if finished else EXIT_STOPPED
 
 
 def _quiet_libraries() -> None:

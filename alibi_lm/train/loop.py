@@ -16,6 +16,7 @@ from alibi_lm.train.distributed import rank, world_size
 from alibi_lm.train.engine import Engine, NotFinite, StepResult
 from alibi_lm.train.inputs import Inputs
 from alibi_lm.train.metrics import Metrics
+from alibi_lm.train.preemption import Preemption
 from alibi_lm.train.saving import remove_old, save
 
 
@@ -30,19 +31,21 @@ class Loop:
         metrics: Metrics | None,
         peak_flops: float | None,
         last_checkpoint: Path | None,
+        preemption: Preemption,
     ) -> None:
         self.engine = engine
         self.inputs = inputs
         self.config = config
         self.metrics = metrics
         self.last_checkpoint = last_checkpoint
+        self.preemption = preemption
         train = config.train
         self.tokens_per_step = train.global_batch_size * train.sequence_length
         self.flops_per_token = flops_per_token(config.model, train.sequence_length)
         self.peak_flops = None if peak_flops is None else peak_flops * world_size()
 
-    def run(self, step: int) -> None:
-        """Train until `num_steps`.
+    def run(self, step: int) -> bool:
+        """Train until `num_steps` (True), or until asked to stop (False, with a checkpoint).
 
         Raises:
             NotFiniteError: a loss or gradient is not finite; nothing of that step is saved.
@@ -52,7 +55,7 @@ class Loop:
         while step < train.num_steps:
             batches = self._batches(step)
             try:
-                result = self.engine.step(batches, step)
+                result = self.engine.step(batches, step, self.preemption.asked())
             except NotFinite as failure:
                 raise self._not_finite(step, failure) from None
             step += 1
@@ -61,8 +64,18 @@ class Loop:
             interval = train.validation_interval
             if interval is not None and (step % interval == 0 or step == train.num_steps):
                 self._paused(self._validate, step)
-            if step % train.checkpoint_interval == 0 or step == train.num_steps:
+            due = step % train.checkpoint_interval == 0 or step == train.num_steps
+            if due or result.stop:
                 self._paused(self._save, step)
+            if result.stop and step < train.num_steps:
+                self._say_stopped(step)
+                return False
+        return True
+
+    def _say_stopped(self, step: int) -> None:
+        self.preemption.obeyed()
+        reason = self.preemption.reason or "another rank's request"
+        console.say(f"stopped by {reason} after step {step:,}; the same command goes on from here")
 
     def _batches(self, step: int) -> list[torch.Tensor]:
         try:

@@ -34,6 +34,7 @@ from alibi_lm.train.hardware import peak_flops
 from alibi_lm.train.inputs import Inputs, open_inputs
 from alibi_lm.train.loop import Loop
 from alibi_lm.train.metrics import Metrics
+from alibi_lm.train.preemption import Preemption
 from alibi_lm.train.resume import check_resumable, find_checkpoint
 from alibi_lm.train.saving import clear_leftovers
 
@@ -68,8 +69,10 @@ def read_config(
     return config, block
 
 
-def pretrain(path: str | Path, overrides: Sequence[str], local_rank: int) -> None:
+def pretrain(path: str | Path, overrides: Sequence[str], local_rank: int) -> bool:
     """Start the run of a config, or go on with it from its newest good checkpoint.
+
+    True when the run has done all its steps, False when it was asked to stop and saved.
 
     The process group must not exist yet; it is made here from the launcher's environment.
 
@@ -89,7 +92,7 @@ def pretrain(path: str | Path, overrides: Sequence[str], local_rank: int) -> Non
         if int(found[1]["step"]) == config.train.num_steps:
             done = config.train.num_steps
             console.say(f"{run} has done its {done:,} steps already; newest checkpoint: {found[0]}")
-            return
+            return True
     source = together(lambda: _initial_weights(config, inputs)) if found is None else None
     ds_config = deepspeed_config(config, block, world_size())
     engine = Engine(config, json.loads(json.dumps(ds_config)))
@@ -99,7 +102,7 @@ def pretrain(path: str | Path, overrides: Sequence[str], local_rank: int) -> Non
         engine.load(*found)
     elif source is not None:
         engine.load(source, read_meta(source), weights_only=True)
-    _train(engine, inputs, config, found)
+    return _train(engine, inputs, config, found)
 
 
 def _initial_weights(config: Config, inputs: Inputs) -> Path | None:
@@ -159,8 +162,9 @@ def _start_line(
 
 def _train(
     engine: Engine, inputs: Inputs, config: Config, found: tuple[Path, dict[str, Any]] | None
-) -> None:
+) -> bool:
     step = 0 if found is None else int(found[1]["step"])
+    run = Path(config.run.dir)
     peak = config.train.peak_flops
     source = "train.peak_flops"
     if peak is None:
@@ -169,11 +173,12 @@ def _train(
     console.say(f"mfu is measured against {shown} ({source})")
     metrics = None
     if rank() == 0:
-        metrics = Metrics(Path(config.run.dir), config.train.num_steps, step)
+        metrics = Metrics(run, config.train.num_steps, step)
         metrics.hyperparameters(config)
     try:
-        loop = Loop(engine, inputs, config, metrics, peak, found[0] if found else None)
-        loop.run(step)
+        preemption = Preemption(run if rank() == 0 else None, config.train.max_minutes)
+        last = found[0] if found else None
+        return Loop(engine, inputs, config, metrics, peak, last, preemption).run(step)
     finally:
         if metrics is not None:
             metrics.close()

@@ -31,6 +31,7 @@ MAY_CHANGE = (
     "train.validation_multiples",
     "train.validation_tokens",
     "train.peak_flops",
+    "train.max_minutes",
 )
 
 # Files may move; their content is compared by digest (see `data_problems`).

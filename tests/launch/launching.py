@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from alibi_lm.data.indexed import TokenFileWriter
 from alibi_lm.settings import to_yaml
@@ -105,6 +106,32 @@ def launch(
 
 def launch_and_kill(config: Path, *overrides: str, when: Callable[[], bool]) -> None:
     """Start 2 ranks and SIGKILL launcher and ranks at once, as soon as `when` is true."""
+    launch_and(config, *overrides, when=when, then=None)
+
+
+def ranks_of(process: subprocess.Popen[str]) -> list[int]:
+    """Process ids of the ranks that a launcher started, in order of their rank."""
+    found = {}
+    for child in psutil.Process(process.pid).children(recursive=True):
+        line = child.cmdline()
+        if any(part.startswith("--local_rank=") for part in line) and "-m" not in line:
+            found[child.environ()["RANK"]] = child.pid
+    return [found[rank] for rank in sorted(found)]
+
+
+def launch_and(
+    config: Path,
+    *overrides: str,
+    when: Callable[[], bool],
+    then: Callable[[list[int]], None] | None,
+) -> tuple[int, str]:
+    """Start 2 ranks and, as soon as `when` is true, call `then` with the ranks' process ids.
+
+    Without a `then`, launcher and ranks are killed at once by SIGKILL.
+
+    Returns:
+        The exit code and what was printed.
+    """
     process = subprocess.Popen(
         command(config, *overrides),
         env=environment(),
@@ -119,9 +146,14 @@ def launch_and_kill(config: Path, *overrides: str, when: Callable[[], bool]) -> 
             assert process.poll() is None, f"ended before the kill:\n{process.communicate()[0]}"
             assert time.monotonic() < give_up, "the moment to kill never came"
             time.sleep(0.0005)
+        if then is not None:
+            then(ranks_of(process))
+            output = process.communicate(timeout=600)[0]
+            return process.returncode, output
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    return process.returncode, process.communicate()[0]
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:

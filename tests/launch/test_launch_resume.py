@@ -1,14 +1,16 @@
 """Stopping and going on: kills, layout changes, damage, what may change."""
 
 import json
+import os
 import random
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from launching import error_lines, launch, launch_and_kill, metrics, write_config
+from launching import error_lines, launch, launch_and, launch_and_kill, metrics, write_config
 
 from alibi_lm.checkpoint.folder import step_folders
 from alibi_lm.checkpoint.step import open_run
@@ -167,3 +169,36 @@ def test_a_step_folder_stands_alone(tmp_path: Path) -> None:
     assert json.loads((moved / "meta.json").read_text())["step"] == 10
     tokens = torch.arange(4, 20)[None]
     assert torch.equal(step.decoder()(tokens), open_run(tmp_path / "run").decoder()(tokens))
+
+
+@pytest.mark.parametrize("how", ["SIGTERM", "SIGUSR1", "STOP"])
+def test_asked_to_stop_all_ranks_save_the_same_step(how: str, tmp_path: Path) -> None:
+    plain, stopped = tmp_path / "a", tmp_path / "b"
+    for folder in (plain, stopped):
+        folder.mkdir()
+    settings = {"num_steps": 400, "checkpoint_interval": 1000}
+    config, run = write_config(stopped, **settings), stopped / "run"
+    code, output = launch_and(config, when=reaches(run, 3), then=lambda pids: ask(how, run, pids))
+    assert code == 4, output
+    assert "stopped by" in output
+    step = open_run(run).step
+    assert 3 <= step < 400
+    assert not (run / "STOP").exists()
+    launch(config, f"train.num_steps={step + 3}")
+    launch(write_config(plain, **settings), f"train.num_steps={step + 3}")
+    assert curve(run) == curve(plain / "run")
+    assert_same_states(plain / "run", run, tolerance=0)
+
+
+def ask(how: str, run: Path, pids: list[int]) -> None:
+    if how == "STOP":
+        (run / "STOP").touch()
+    else:
+        os.kill(pids[-1], getattr(signal, how))
+
+
+def test_a_time_limit_saves_and_stops(tmp_path: Path) -> None:
+    config = write_config(tmp_path, num_steps=100000, checkpoint_interval=100000, max_minutes=0.05)
+    done = launch(config, ranks=0, code=4)
+    assert "stopped by train.max_minutes" in done.stdout
+    assert 1 <= open_run(tmp_path / "run").step < 100000
