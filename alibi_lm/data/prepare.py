@@ -15,7 +15,6 @@ its content until the new one is complete.
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import shutil
@@ -38,6 +37,7 @@ from alibi_lm.data.training import train_tokenizer
 from alibi_lm.data.worker import Encoder, Interrupted, Workers, available_cores
 from alibi_lm.errors import DataError, Problem, UserError
 from alibi_lm.files import sha256, sync, write_json
+from alibi_lm.locking import alone
 from alibi_lm.settings import apply_overrides, build, load_yaml, to_dict
 
 RECORD_SECONDS = 2.0
@@ -77,7 +77,7 @@ def prepare(
     work = output / ".partial"
     _check_output(output)
     fingerprints = {source.name: fingerprint(source) for source in recipe.sources}
-    with _full_disk_named(output), _alone(output):
+    with _full_disk_named(output), alone(output, DataError):
         if _is_made(output, recipe, fingerprints, overwrite):
             if _staged(work) == read_manifest(output / MANIFEST):
                 shutil.rmtree(work)  # a process was killed just before it did this
@@ -110,31 +110,6 @@ def _full_disk_named(output: Path) -> Iterator[None]:
         rule = os.strerror(error.errno).lower()
         fix = "mend that and run the same command again: it goes on where it stopped"
         raise Interrupted(Problem(str(error.filename or output), None, rule, fix)) from None
-
-
-@contextmanager
-def _alone(output: Path) -> Iterator[None]:
-    """Hold the folder against a second process that prepares it; the kernel lets go at a kill.
-
-    Raises:
-        DataError: another process holds it.
-    """
-    output.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(output, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        fix = "wait for it, or end it"
-        raise DataError(
-            Problem(str(output), None, "is being prepared by another process", fix)
-        ) from None
-    except OSError:
-        pass  # a file system without locks: do without
-    try:
-        yield
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from alibi_lm.config import Config
 from alibi_lm.console import console
 from alibi_lm.errors import CheckpointError, ConfigError, Problem
 from alibi_lm.files import write_json, write_text
+from alibi_lm.locking import alone
 from alibi_lm.model.flops import num_parameters
 from alibi_lm.settings import apply_overrides, build, digest, load_yaml, to_dict, to_yaml
 from alibi_lm.train.deepspeed_config import (
@@ -96,13 +98,23 @@ def pretrain(path: str | Path, overrides: Sequence[str], local_rank: int) -> boo
     source = together(lambda: _initial_weights(config, inputs)) if found is None else None
     ds_config = deepspeed_config(config, block, world_size())
     engine = Engine(config, json.loads(json.dumps(ds_config)))
-    _prepare_run_folder(run, config, ds_config)
-    console.say(_start_line(config, inputs, engine, found, source))
-    if found is not None:
-        engine.load(*found)
-    elif source is not None:
-        engine.load(source, read_meta(source), weights_only=True)
-    return _train(engine, inputs, config, found)
+    with _held(run):
+        _prepare_run_folder(run, config, ds_config)
+        console.say(_start_line(config, inputs, engine, found, source))
+        if found is not None:
+            engine.load(*found)
+        elif source is not None:
+            engine.load(source, read_meta(source), weights_only=True)
+        return _train(engine, inputs, config, found)
+
+
+@contextmanager
+def _held(run: Path) -> Iterator[None]:
+    """Hold the run folder, so that no second job trains the same run."""
+    with ExitStack() as stack:
+        hold = alone(run, CheckpointError) if rank() == 0 else nullcontext()
+        together(lambda: stack.enter_context(hold))
+        yield
 
 
 def _initial_weights(config: Config, inputs: Inputs) -> Path | None:

@@ -9,6 +9,8 @@ import pytest
 from launching import error_lines, launch, metrics, write_config
 
 from alibi_lm.checkpoint.step import open_run
+from alibi_lm.errors import CheckpointError
+from alibi_lm.locking import alone
 
 
 def test_every_problem_in_one_line_on_rank_0(tmp_path: Path) -> None:
@@ -96,3 +98,12 @@ def test_a_full_disk_is_one_line_and_harms_no_earlier_checkpoint(
     assert "make room" in error_lines(done)[0]
     assert open_run(run).step == good.step
     assert [line["step"] for line in metrics(run)][: good.step] == list(range(1, good.step + 1))
+
+
+def test_a_run_is_trained_by_one_job_at_a_time(tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    with alone(tmp_path / "run", CheckpointError):
+        done = launch(config, code=2)
+    assert "is in use by another process" in error_lines(done)[0]
+    assert not list((tmp_path / "run").iterdir())
+    launch(config, "train.num_steps=1", ranks=0)

@@ -31,7 +31,7 @@ TESTS = sorted((REPOSITORY / "tests").rglob("*.py"))
 READMES = sorted([REPOSITORY / "README.md", *REPOSITORY.glob("*/README.md")])
 CONFIGS = sorted((REPOSITORY / "configs").rglob("*.yaml"))
 
-BASE = ("errors", "console", "files", "settings")
+BASE = ("errors", "console", "files", "settings", "locking")
 """What everything may import, and what imports nothing above itself."""
 
 # What each part of the library may import of the library, besides itself and BASE. A name with a
@@ -53,6 +53,7 @@ MAY_IMPORT_OF_BASE: dict[str, tuple[str, ...]] = {
     "console": (),
     "files": (),
     "settings": ("errors",),
+    "locking": ("errors", "console"),
 }
 SECTIONS = re.compile(r"^(data|evals|model|parallel|train)\.config$")
 """The packages' own config sections: below everything, they know of mistakes only."""

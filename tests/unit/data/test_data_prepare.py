@@ -324,7 +324,7 @@ def test_two_processes_do_not_prepare_the_same_folder(corpus: Path, tmp_path: Pa
     (tmp_path / "out").mkdir()
     descriptor = os.open(tmp_path / "out", os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
-    with pytest.raises(DataError, match="out: is being prepared by another process"):
+    with pytest.raises(DataError, match="out: is in use by another process"):
         prepare(recipe)
     os.close(descriptor)
     prepare(recipe)
