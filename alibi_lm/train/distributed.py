@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
@@ -12,6 +13,18 @@ from deepspeed.accelerator import get_accelerator
 from alibi_lm.errors import CheckpointError, Problem, UserError
 
 T = TypeVar("T")
+
+
+def join_process_group(local_rank: int) -> None:
+    """Make the process group from the launcher's environment, through this rank's own device."""
+    accelerator = get_accelerator()
+    accelerator.set_device(local_rank)
+    # DeepSpeed's all-reduce for the ranks of a CPU host is compiled at the first start, for a
+    # minute, and leaves 69 MB of shared memory a rank behind at every end of a process.
+    builder = accelerator.create_op_builder("ShareMemCommBuilder")
+    if builder is not None:
+        deepspeed.ops.__compatible_ops__[builder.NAME] = False
+    deepspeed.init_distributed(accelerator.communication_backend_name(), verbose=False)
 
 
 def rank() -> int:

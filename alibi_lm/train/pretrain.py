@@ -9,10 +9,8 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
 
 from alibi_lm.checkpoint.folder import CONFIG, read_meta, resolve_step
 from alibi_lm.checkpoint.step import open_run
@@ -30,7 +28,13 @@ from alibi_lm.train.deepspeed_config import (
     deepspeed_config,
     stage_problems,
 )
-from alibi_lm.train.distributed import raise_if_different, rank, together, world_size
+from alibi_lm.train.distributed import (
+    join_process_group,
+    raise_if_different,
+    rank,
+    together,
+    world_size,
+)
 from alibi_lm.train.engine import Engine
 from alibi_lm.train.hardware import peak_flops
 from alibi_lm.train.inputs import Inputs, open_inputs
@@ -81,9 +85,7 @@ def pretrain(path: str | Path, overrides: Sequence[str], local_rank: int) -> boo
     Raises:
         UserError: on every rank alike, for everything that a user can mend.
     """
-    # Before the first collective: each rank of a host talks through its own device.
-    get_accelerator().set_device(local_rank)
-    deepspeed.init_distributed(get_accelerator().communication_backend_name(), verbose=False)
+    join_process_group(local_rank)
     config, block = together(lambda: read_config(path, overrides, world_size()))
     raise_if_different("the resolved config", digest(config))
     inputs = together(lambda: open_inputs(config))

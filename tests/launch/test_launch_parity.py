@@ -8,6 +8,12 @@ from launching import launch, metrics, write_config
 LAYOUTS = [(2, 0), (2, 1), (2, 2), (2, 3), (0, 0)]
 
 
+def shared_memory() -> set[str]:
+    """What processes have left in shared memory under DeepSpeed's name."""
+    folder = Path("/dev/shm")
+    return {path.name for path in folder.glob("deepspeed*")} if folder.is_dir() else set()
+
+
 def losses(folder: Path, ranks: int, stage: int, *overrides: str) -> list[tuple[float, float]]:
     """(loss, gradient norm) of the first 10 steps."""
     config = write_config(folder, checkpoint_interval=100)
@@ -17,12 +23,14 @@ def losses(folder: Path, ranks: int, stage: int, *overrides: str) -> list[tuple[
 
 def test_zero_stages_and_one_process_give_the_same_losses(tmp_path: Path) -> None:
     results = []
+    before = shared_memory()
     for ranks, stage in LAYOUTS:
         folder = tmp_path / f"{ranks}_{stage}"
         folder.mkdir()
         results.append(losses(folder, ranks, stage))
     reference = results[-1]
     assert len(reference) == 10
+    assert shared_memory() == before
     assert reference[0][0] - reference[-1][0] > 0.05  # it learns, so the updates are compared too
     for result in results[:-1]:
         for (loss, norm), (loss_0, norm_0) in zip(result, reference, strict=True):
