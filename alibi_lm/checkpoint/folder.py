@@ -16,7 +16,9 @@ LATEST = "latest"
 META = "meta.json"
 CONFIG = "config.yaml"
 TOKENIZER = "tokenizer"
-FORMAT = 1
+FORMAT = 2
+READABLE = (1, 2)
+"""Formats that this version reads."""
 _STEP = re.compile(r"^step_(\d{8,})$")
 
 
@@ -52,8 +54,8 @@ def read_meta(step_folder: Path) -> dict[str, Any]:
         raise CheckpointError(Problem(str(path), None, "is damaged", fix)) from None
     if not isinstance(meta, dict) or not isinstance(meta.get("files"), dict):
         raise CheckpointError(Problem(str(path), None, "is damaged", fix))
-    if meta.get("format") != FORMAT:
-        rule = f"is of checkpoint format {meta.get('format')}; this version reads {FORMAT}"
+    if meta.get("format") not in READABLE:
+        rule = f"is of checkpoint format {meta.get('format')}; this version reads {READABLE}"
         raise CheckpointError(Problem(str(path), None, rule, "use the version that wrote it"))
     return meta
 

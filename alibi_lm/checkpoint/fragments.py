@@ -1,43 +1,80 @@
 """Layout-free storage of a model's states: flat fragments of named tensors in safetensors files.
 
 A checkpoint holds, for each parameter and each kind of state (`param`, `exp_avg`,
-`exp_avg_sq`), one or more fragments: a run of elements of the flattened fp32 tensor, keyed
-`NAME|KIND|START`. Which rank wrote a fragment does not matter to a reader, so a checkpoint can be
-read back under any number of ranks and any ZeRO stage, and each reader touches only the bytes
-that it needs.
+`exp_avg_sq`), one or more fragments of the flattened whole fp32 tensor. Which rank wrote a
+fragment does not matter to a reader, so a checkpoint can be read back under any number of ranks,
+any ZeRO stage and any split of the tensors, and each reader touches only the bytes that it needs.
+
+A fragment is a run of elements, keyed `NAME|KIND|START`; or, of a tensor of which a rank holds a
+slice of the columns, runs of LENGTH elements whose starts lie STRIDE apart, one after another,
+the last perhaps cut short, keyed `NAME|KIND|START:LENGTH:STRIDE` (since format 2).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
 from alibi_lm.errors import CheckpointError, Problem
+from alibi_lm.parallel.shard import Run
 
 PARAM = "param"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 KINDS = (PARAM, *MOMENTS)
 
+_READ_AT_ONCE = 1 << 24
+"""Elements of a whole tensor from which strided runs are picked at a time."""
 
-def fragment_key(name: str, kind: str, start: int) -> str:
-    """The key under which a fragment is stored."""
-    return f"{name}|{kind}|{start}"
+
+def fragment_key(name: str, kind: str, where: int | Run) -> str:
+    """The key under which a fragment is stored: its first element, or its runs."""
+    if isinstance(where, Run):
+        if not where.is_contiguous:
+            return f"{name}|{kind}|{where.start}:{where.length}:{where.stride}"
+        where = where.start
+    return f"{name}|{kind}|{where}"
 
 
 @dataclass(frozen=True)
 class _Piece:
-    start: int
-    numel: int
+    run: Run
     file: Any
     key: str
+
+    def copy_into(self, result: torch.Tensor, start: int) -> None:
+        """Copy what lies in elements [start, start + numel) of the tensor into `result`, those."""
+        run, stop = self.run, start + result.numel()
+        # The runs that overlap: from the first that ends after `start` to those before `stop`.
+        first = max(0, -(-(start - run.start - run.length + 1) // run.stride))
+        last = min(-(-run.numel // run.length), -(-(stop - run.start) // run.stride))
+        if first >= last:
+            return
+        low = first * run.length
+        stored = self.file.get_slice(self.key)[low : min(run.numel, last * run.length)]
+        while first < last:
+            place = run.start + first * run.stride
+            count = min(run.length, stored.numel())
+            skipped = max(0, start - place)
+            whole = min(stored.numel() // run.length, (stop - place) // run.stride)
+            if skipped == 0 and whole > 1:
+                shape, strides = (whole, run.length), (run.stride, 1)
+                target = result.as_strided(shape, strides, place - start)
+                target.copy_(stored[: whole * run.length].view(shape))
+                first, stored = first + whole, stored[whole * run.length :]
+                continue
+            kept = min(count, stop - place)
+            if skipped < kept:
+                result[place + skipped - start : place + kept - start] = stored[skipped:kept]
+            first, stored = first + 1, stored[count:]
 
 
 class FragmentReader:
@@ -58,8 +95,6 @@ class FragmentReader:
         try:
             for file_name in meta["shards"]:
                 self._open(step_folder / file_name)
-            for pieces in self._pieces.values():
-                pieces.sort(key=lambda piece: piece.start)
             self._check_cover()
         except BaseException:
             self._stack.close()
@@ -85,19 +120,18 @@ class FragmentReader:
                 Problem(str(path), None, rule, "restore it, or use an earlier step")
             ) from None
         for key in file.keys():  # noqa: SIM118 (safe_open is no mapping)
-            name, kind, start = key.rsplit("|", 2)
+            name, kind, place = key.rsplit("|", 2)
             numel = file.get_slice(key).get_shape()[0]
-            self._pieces.setdefault((name, kind), []).append(_Piece(int(start), numel, file, key))
+            start, *rest = map(int, place.split(":"))
+            length, stride = rest or (numel, numel)
+            run = Run(start, numel, length, stride)
+            self._pieces.setdefault((name, kind), []).append(_Piece(run, file, key))
 
     def _check_cover(self) -> None:
         problems = []
         for name, shape in self.shapes.items():
             for kind in self.kinds:
-                end = 0
-                for piece in self._pieces.get((name, kind), ()):
-                    if piece.start != end:
-                        break
-                    end += piece.numel
+                end = _covered([piece.run for piece in self._pieces.get((name, kind), ())])
                 if end != math.prod(shape):
                     rule = f"{kind} has elements up to {end} of {math.prod(shape)}"
                     problems.append(Problem(name, None, rule, "use another checkpoint"))
@@ -114,11 +148,28 @@ class FragmentReader:
         """Elements [start, start + numel) of a flattened tensor, fp32 `[numel]`."""
         result = torch.empty(numel, dtype=torch.float32)
         for piece in self._pieces[name, kind]:
-            low = max(start, piece.start)
-            high = min(start + numel, piece.start + piece.numel)
-            if low < high:
-                stored = piece.file.get_slice(piece.key)[low - piece.start : high - piece.start]
-                result[low - start : high - start] = stored
+            piece.copy_into(result, start)
+        return result
+
+    def read_run(self, name: str, kind: str, run: Run) -> torch.Tensor:
+        """The elements of a run of a flattened tensor, fp32 `[run.numel]`.
+
+        Of strided runs, at most `_READ_AT_ONCE` elements of the tensor (or one run) are held.
+        """
+        if run.is_contiguous:
+            return self.read(name, kind, run.start, run.numel)
+        result = torch.empty(run.numel, dtype=torch.float32)
+        step = max(1, _READ_AT_ONCE // run.stride)
+        for first in range(0, -(-run.numel // run.length), step):
+            out = result[first * run.length : (first + step) * run.length]
+            count, rest = divmod(out.numel(), run.length)
+            numel = (count - 1) * run.stride + run.length if not rest else count * run.stride + rest
+            block = self.read(name, kind, run.start + first * run.stride, numel)
+            if count:
+                shape, strides = (count, run.length), (run.stride, 1)
+                out[: count * run.length].view(shape).copy_(block.as_strided(shape, strides))
+            if rest:
+                out[count * run.length :] = block[count * run.stride :]
         return result
 
     def tensor(self, name: str, kind: str = PARAM) -> torch.Tensor:
@@ -130,3 +181,28 @@ class FragmentReader:
         """Every parameter's tensor of one kind, one at a time."""
         for name in self.shapes:
             yield name, self.tensor(name, kind)
+
+
+def _covered(runs: Sequence[Run]) -> int:
+    """Up to which element the runs cover a tensor from its start, each element exactly once."""
+    if all(run.is_contiguous for run in runs):
+        starts = np.array([run.start for run in runs], dtype=np.int64)
+        lengths = np.array([run.numel for run in runs], dtype=np.int64)
+    else:
+        counts = [np.arange(-(-run.numel // run.length)) for run in runs]
+        starts = np.concatenate(
+            [run.start + run.stride * count for run, count in zip(runs, counts, strict=True)]
+        )
+        lengths = np.concatenate(
+            [
+                np.minimum(run.length, run.numel - run.length * count)
+                for run, count in zip(runs, counts, strict=True)
+            ]
+        )
+    order = np.argsort(starts, kind="stable")
+    starts, ends = starts[order], np.cumsum(lengths[order])
+    expected = np.concatenate([[0], ends[:-1]]) if len(ends) else ends
+    wrong = np.flatnonzero(starts != expected)
+    if len(wrong):
+        return int(expected[wrong[0]])
+    return int(ends[-1]) if len(ends) else 0

@@ -12,8 +12,10 @@ from alibi_lm.errors import ConfigError
 from alibi_lm.model.cache import Cache
 from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.initial import initialise
-from alibi_lm.model.layers import Block, Embedding, Head, layers
+from alibi_lm.model.layers import Block, Embedding, Head, layers, vocab_size
 from alibi_lm.model.loss import linear_cross_entropy
+from alibi_lm.model.split_loss import split_cross_entropy
+from alibi_lm.parallel.mesh import ALONE, Axis
 
 
 class Decoder(nn.Module):
@@ -24,8 +26,10 @@ class Decoder(nn.Module):
             their inputs.
     """
 
-    def __init__(self, config: ModelConfig, seed: int | None = 0) -> None:
+    def __init__(self, config: ModelConfig, seed: int | None = 0, tp: Axis = ALONE) -> None:
         """Make the model, with weights drawn from `seed`; None leaves them unset.
+
+        Each rank of `tp` has its slice of the same model, and all give the same results.
 
         Raises:
             ConfigError: the config has no vocabulary size, or breaks a rule.
@@ -35,8 +39,9 @@ class Decoder(nn.Module):
         if problems:
             raise ConfigError(*problems)
         self.config = config
+        self.tp = tp
         self.activation_checkpointing = False
-        first, *middle, last = (make() for make in layers(config))
+        first, *middle, last = (make() for make in layers(config, tp))
         self.embedding = cast(Embedding, first)
         self.blocks = nn.ModuleList(middle)
         self.head = cast(Head, last)
@@ -79,14 +84,16 @@ class Decoder(nn.Module):
         """
         normed = self.head.norm(self.hidden_states(tokens, cache))
         weight = self.embedding.weight if self.config.tied_embeddings else self.head.weight
-        return linear_cross_entropy(normed.flatten(0, 1), weight, targets.flatten()).view_as(
-            targets
-        )
+        rows, labels = normed.flatten(0, 1), targets.flatten()
+        if self.tp.size > 1:
+            size = vocab_size(self.config)
+            return split_cross_entropy(rows, weight, labels, size, self.tp).view_as(targets)
+        return linear_cross_entropy(rows, weight, labels).view_as(targets)
 
     def new_cache(self) -> Cache:
         """An empty cache for decoding."""
         return Cache(self.config.num_layers)
 
     def num_parameters(self) -> int:
-        """Number of weights; a shared one counts once."""
+        """Number of weights of this rank; a shared one counts once."""
         return sum(parameter.numel() for parameter in self.parameters())

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from alibi_lm.model.config import ModelConfig
+from alibi_lm.parallel.shard import shard_of
 
 _RESIDUAL_OUTPUTS = ("attention.output.weight", "mlp.down.weight")
 
@@ -50,7 +51,13 @@ def initial_value(config: ModelConfig, name: str, shape: Sequence[int], seed: in
 
 @torch.no_grad()
 def initialise(decoder: nn.Module, config: ModelConfig, seed: int) -> None:
-    """Set every parameter of a whole (unsharded) decoder to its initial value."""
+    """Set every parameter to its initial value, or to the rank's slice of it."""
     for name, parameter in decoder.named_parameters():
-        if not parameter.is_meta:
+        if parameter.is_meta:
+            continue
+        shard = shard_of(parameter)
+        if shard is None:
             parameter.copy_(initial_value(config, name, parameter.shape, seed))
+        else:
+            whole = initial_value(config, shard.canonical_name(name), shard.shape, seed)
+            parameter.copy_(shard.take(whole))

@@ -23,22 +23,28 @@ from alibi_lm.model.positions import (
     rotate,
     sinusoidal,
 )
-from alibi_lm.model.slopes import alibi_slopes
+from alibi_lm.model.slopes import alibi_slopes, slice_slopes
+from alibi_lm.parallel.mesh import ALONE, Axis
+from alibi_lm.parallel.tensor import (
+    ColumnLinear,
+    Part,
+    RowLinear,
+    split_columns,
+    vocabulary_embedding,
+    vocabulary_logits,
+    vocabulary_weight,
+)
 
 LAYER_NORM_EPSILON = 1e-5
 
 
-def layers(config: ModelConfig) -> list[partial[nn.Module]]:
-    """Makers of the layers, first to last: Embedding, the Blocks, Head."""
+def layers(config: ModelConfig, tp: Axis = ALONE) -> list[partial[nn.Module]]:
+    """Makers of the layers, first to last: Embedding, the Blocks, Head.
+
+    Each rank of `tp` has its slice of them; what passes between them is the same on every rank.
+    """
     kinds: list[type[nn.Module]] = [Embedding, *[Block] * config.num_layers, Head]
-    return [partial(kind, config) for kind in kinds]
-
-
-class Linear(nn.Linear):
-    """A linear layer whose parameters are drawn later, by their names."""
-
-    def reset_parameters(self) -> None:
-        """Leave the parameters unset."""
+    return [partial(kind, config, tp) for kind in kinds]
 
 
 def _layer_norm(config: ModelConfig) -> nn.LayerNorm:
@@ -61,10 +67,11 @@ def vocab_size(config: ModelConfig) -> int:
 class Embedding(nn.Module):
     """Token ids to the residual stream; also the output matrix of a tied model."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, tp: Axis = ALONE) -> None:
         super().__init__()
         self.config = config
-        self.weight = nn.Parameter(torch.empty(vocab_size(config), config.hidden_size))
+        self.tp = tp
+        self.weight = vocabulary_weight(vocab_size(config), config.hidden_size, tp)
         if config.shape == "bloom":
             self.norm = _layer_norm(config)
         if config.position == "learned":
@@ -77,7 +84,7 @@ class Embedding(nn.Module):
         Raises:
             ConfigError: a learned table has no row for a position.
         """
-        hidden = F.embedding(tokens, self.weight)
+        hidden = vocabulary_embedding(tokens, self.weight, self.tp)
         if self.config.position == "sinusoidal":
             # Scaled by sqrt(width), so that the table does not drown the tokens (Vaswani et al.
             # 2017, section 3.4).
@@ -91,25 +98,28 @@ class Embedding(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The tied output layer: normed [..., hidden_size] to [..., vocab_size]."""
-        return F.linear(hidden, self.weight)
+        return vocabulary_logits(hidden, self.weight, vocab_size(self.config), self.tp)
 
 
 class Attention(nn.Module):
     """Causal self-attention with the config's positions, window and key/value heads."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, tp: Axis = ALONE) -> None:
         super().__init__()
         self.config = config
-        bias = config.shape == "bloom"
-        self.widths = [
-            heads * config.head_dim
-            for heads in (config.num_heads, config.kv_heads, config.kv_heads)
-        ]
-        self.slopes = alibi_slopes(config.num_heads) if config.position == "alibi" else None
-        self.qkv = Linear(config.hidden_size, sum(self.widths), bias=bias)
-        self.output = Linear(config.hidden_size, config.hidden_size, bias=bias)
+        bias, width = config.shape == "bloom", config.hidden_size
+        # Neighbouring ranks hold a key/value head alike where there are fewer of them than ranks.
+        copies = max(1, tp.size // config.kv_heads)
+        keys = Part(config.kv_heads * config.head_dim, copies)
+        parts = [Part(width), keys, keys]
+        self.widths = [part.interval(0, tp).length for part in parts]
+        self.slopes = None
+        if config.position == "alibi":
+            self.slopes = slice_slopes(alibi_slopes(config.num_heads), tp.rank, tp.size)
+        self.qkv = ColumnLinear(width, parts, bias=bias, tp=tp)
+        self.output = RowLinear(width, width, bias=bias, tp=tp)
         if config.position == "t5":
-            self.relative_bias = nn.Parameter(torch.empty(NUM_BUCKETS, config.num_heads))
+            self.relative_bias = split_columns((NUM_BUCKETS, config.num_heads), tp)
 
     def forward(self, hidden: Tensor, cache: LayerCache | None = None) -> Tensor:
         """hidden [B, T, hidden_size] to the same; the tokens follow those in the cache."""
@@ -133,12 +143,12 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """Two linear layers around a GELU, four times as wide."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, tp: Axis = ALONE) -> None:
         super().__init__()
-        bias = config.shape == "bloom"
+        bias, width = config.shape == "bloom", config.hidden_size
         self.approximate = "tanh" if config.shape == "bloom" else "none"
-        self.up = Linear(config.hidden_size, 4 * config.hidden_size, bias=bias)
-        self.down = Linear(4 * config.hidden_size, config.hidden_size, bias=bias)
+        self.up = ColumnLinear(width, [Part(4 * width)], bias=bias, tp=tp)
+        self.down = RowLinear(4 * width, width, bias=bias, tp=tp)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[B, T, hidden_size] to the same."""
@@ -148,12 +158,12 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """A pre-LayerNorm transformer block."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, tp: Axis = ALONE) -> None:
         super().__init__()
         self.attention_norm = _layer_norm(config)
-        self.attention = Attention(config)
+        self.attention = Attention(config, tp)
         self.mlp_norm = _layer_norm(config)
-        self.mlp = MLP(config)
+        self.mlp = MLP(config, tp)
 
     def forward(self, hidden: Tensor, cache: LayerCache | None = None) -> Tensor:
         """hidden [B, T, hidden_size] to the same; the tokens follow those in the cache."""
@@ -164,11 +174,13 @@ class Block(nn.Module):
 class Head(nn.Module):
     """The final norm and, where the embeddings are not tied, the output matrix."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, tp: Axis = ALONE) -> None:
         super().__init__()
+        self.config = config
+        self.tp = tp
         self.norm = _layer_norm(config)
         if not config.tied_embeddings:
-            self.weight = nn.Parameter(torch.empty(vocab_size(config), config.hidden_size))
+            self.weight = vocabulary_weight(vocab_size(config), config.hidden_size, tp)
         self.tied = config.tied_embeddings
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -179,4 +191,4 @@ class Head(nn.Module):
 
     def logits(self, normed: Tensor) -> Tensor:
         """The untied output layer: normed [..., hidden_size] to [..., vocab_size]."""
-        return F.linear(normed, self.weight)
+        return vocabulary_logits(normed, self.weight, vocab_size(self.config), self.tp)

@@ -1,0 +1,122 @@
+"""Which elements of a whole tensor a tensor-parallel rank holds: the one statement of a split.
+
+Every parameter that is split carries a `Shard`. Initialisation cuts the rank's slice out of the
+whole value by it, and checkpoints store what a rank holds under the coordinates of the whole
+tensor by it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Run:
+    """Elements of a flattened whole tensor: runs of `length`, whose starts lie `stride` apart.
+
+    Element i is at start + (i // length) * stride + i % length; the last run may be cut short.
+    """
+
+    start: int
+    numel: int
+    length: int
+    stride: int
+
+    @staticmethod
+    def contiguous(start: int, numel: int) -> Run:
+        """One run."""
+        return Run(start, numel, numel, numel)
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether it is one run."""
+        return self.numel <= self.length
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Indices [start, start + length) of one dimension of a whole tensor."""
+
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A rank's part of a whole tensor: along one dimension, some intervals, one after another."""
+
+    shape: tuple[int, ...]
+    """Shape of the whole tensor."""
+    dim: int
+    """The dimension that is split."""
+    intervals: tuple[Interval, ...]
+    """What the rank holds of it, in the order in which it does."""
+    length: int
+    """The rank's indices of that dimension; those beyond the intervals are padding, always 0."""
+    counts: bool = True
+    """Whether this rank's copy counts in norms and is written to checkpoints; of several ranks
+    that hold the same elements, one does."""
+    name: str | None = None
+    """Last part of the whole tensor's name, where the rank's parameter is called otherwise."""
+
+    def canonical_name(self, name: str) -> str:
+        """The whole tensor's name, given the rank's parameter's."""
+        return name if self.name is None else f"{name.rpartition('.')[0]}.{self.name}"
+
+    def take(self, whole: Tensor) -> Tensor:
+        """The rank's part of a whole tensor, with zeros as padding."""
+        parts = [whole.narrow(self.dim, part.start, part.length) for part in self.intervals]
+        missing = self.length - sum(part.length for part in self.intervals)
+        if missing:
+            shape = [*self.shape[: self.dim], missing, *self.shape[self.dim + 1 :]]
+            parts.append(whole.new_zeros(shape))
+        return torch.cat(parts, self.dim)
+
+    def runs(self, start: int, numel: int) -> Iterator[tuple[int, Run]]:
+        """Where elements [start, start + numel) of the flattened part lie in the whole tensor.
+
+        Yields (first element in the part, run in the whole tensor), without the padding.
+        """
+        inner = math.prod(self.shape[self.dim + 1 :])
+        if math.prod(self.shape[: self.dim]) > 1:
+            yield from self._strided(start, numel, inner)
+            return
+        low = 0
+        for part in self.intervals:
+            high = low + part.length * inner
+            first, last = max(start, low), min(start + numel, high)
+            if first < last:
+                yield first, Run.contiguous(part.start * inner + first - low, last - first)
+            low = high
+
+    def _strided(self, start: int, numel: int, inner: int) -> Iterator[tuple[int, Run]]:
+        (part,) = self.intervals
+        assert part.length == self.length, "padding of an inner dimension"
+        length, stride = self.length * inner, self.shape[self.dim] * inner
+        row, inside = divmod(start, length)
+        place = row * stride + part.start * inner
+        if inside:
+            count = min(length - inside, numel)
+            yield start, Run.contiguous(place + inside, count)
+            start, numel, place = start + count, numel - count, place + stride
+        if numel > length:
+            yield start, Run(place, numel, length, stride)
+        elif numel:
+            yield start, Run.contiguous(place, numel)
+
+
+def mark(parameter: Tensor, shard: Shard) -> None:
+    """State how a parameter is split; DeepSpeed's norms read the second attribute."""
+    parameter.shard = shard  # type: ignore[attr-defined]
+    parameter.tensor_model_parallel = shard.counts  # type: ignore[attr-defined]
+
+
+def shard_of(parameter: nn.Parameter) -> Shard | None:
+    """How a parameter is split; None where every rank holds all of it."""
+    return cast("Shard | None", getattr(parameter, "shard", None))
