@@ -19,12 +19,12 @@ class ParallelConfig:
 
     def problems(self, key: str) -> Iterator[Problem]:
         """The rules of this section that are broken."""
-        for name in ("tp", "pp"):
-            value = getattr(self, name)
-            if value != 1:
-                yield Problem(
-                    f"{key}{name}",
-                    value,
-                    "this version splits the data and, by ZeRO, the states only",
-                    f"set {key}{name}=1 and a zero_optimization stage",
-                )
+        if self.tp < 1:
+            yield Problem(f"{key}tp", self.tp, "is not positive", "give at least 1")
+        if self.pp != 1:
+            yield Problem(
+                f"{key}pp",
+                self.pp,
+                "this version splits the data, the states (ZeRO) and the matrices only",
+                f"set {key}pp=1, and {key}tp or a zero_optimization stage",
+            )

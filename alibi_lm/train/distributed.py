@@ -42,10 +42,10 @@ def device() -> torch.device:
     return torch.device(get_accelerator().current_device_name())
 
 
-def sum_over_ranks(*values: float) -> list[float]:
-    """The sum of each value over all ranks, in fp64 (fp32 where the device has no fp64)."""
+def sum_over_ranks(*values: float, group: dist.ProcessGroup | None = None) -> list[float]:
+    """The sum of each value over all ranks (or a group's), in fp64."""
     tensor = torch.tensor(values, dtype=torch.float64, device=device())
-    dist.all_reduce(tensor)
+    dist.all_reduce(tensor, group=group)
     return tensor.tolist()
 
 

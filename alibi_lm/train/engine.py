@@ -17,6 +17,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from alibi_lm.checkpoint.fragments import FragmentReader
 from alibi_lm.config import Config
 from alibi_lm.model.decoder import Decoder
+from alibi_lm.parallel.mesh import Mesh, ModelParallelUnit
 from alibi_lm.train import state
 from alibi_lm.train.deepspeed_config import zero_stage
 from alibi_lm.train.distributed import device, sum_over_ranks
@@ -58,9 +59,10 @@ def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[s
 class Engine:
     """A decoder under DeepSpeed. Every rank calls every method."""
 
-    def __init__(self, config: Config, ds_config: dict[str, Any]) -> None:
+    def __init__(self, config: Config, ds_config: dict[str, Any], mesh: Mesh) -> None:
         self.config = config
-        decoder = Decoder(config.model, seed=config.train.seed)
+        self.mesh = mesh
+        decoder = Decoder(config.model, seed=config.train.seed, tp=mesh.tp)
         decoder.activation_checkpointing = config.train.activation_checkpointing
         self.stage = zero_stage(ds_config)
         self.deepspeed: DeepSpeedEngine
@@ -70,6 +72,7 @@ class Engine:
                 model=decoder,
                 model_parameters=parameter_groups(decoder, config.train.weight_decay),
                 config=ds_config,
+                mpu=ModelParallelUnit(mesh) if mesh.tp.size > 1 else None,
             )
 
     def step(self, batches: Sequence[torch.Tensor], step: int, stop: bool = False) -> StepResult:
@@ -92,7 +95,8 @@ class Engine:
             loss = engine(batch[:, :-1], batch[:, 1:]).mean()
             total += loss.detach().double().cpu()
             if index == len(batches) - 1:
-                # Every rank has equally many samples, so the mean of means is the mean.
+                # Every data-parallel rank has equally many samples, and the ranks that share them
+                # have the same loss, so the mean over all ranks is the mean.
                 summed, ranks, stops = sum_over_ranks(float(total) / len(batches), 1.0, stop)
                 mean = summed / ranks
                 if not math.isfinite(mean):
@@ -110,8 +114,16 @@ class Engine:
 
     def _plain_grad_norm(self) -> float:
         # Without ZeRO, DeepSpeed clips without saying what the norm was.
-        gradients = [p.grad for p in self.deepspeed.module.parameters() if p.grad is not None]
-        return float(torch.nn.utils.get_total_norm(gradients))
+        tp = self.mesh.tp
+        gradients = [
+            p.grad
+            for p in self.deepspeed.module.parameters()
+            if p.grad is not None and (tp.rank == 0 or getattr(p, "tensor_model_parallel", False))
+        ]
+        norm = float(torch.nn.utils.get_total_norm(gradients))
+        if tp.size == 1:
+            return norm
+        return math.sqrt(sum_over_ranks(norm**2, group=tp.group)[0])
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[torch.Tensor | None]) -> float:
@@ -131,7 +143,7 @@ class Engine:
             losses = engine(batch[:, :-1], batch[:, 1:])
             total += float(losses.double().sum())
             count += losses.numel()
-        total, count = sum_over_ranks(total, count)
+        total, count = sum_over_ranks(total, count, group=self.mesh.dp.group)
         engine.train()
         return total / count
 
@@ -150,7 +162,7 @@ class Engine:
         """
         with FragmentReader(step_folder, meta) as reader:
             updates = None if weights_only else int(meta["optimizer_updates"])
-            state.load(self.deepspeed, reader, updates)
+            state.load(self.deepspeed, self.mesh, reader, updates)
         saved = meta.get("loss_scaler")
         if saved and not weights_only and self.loss_scaler_state() is not None:
             for name in _SCALER_STATE:

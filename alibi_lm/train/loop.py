@@ -79,7 +79,8 @@ class Loop:
 
     def _batches(self, step: int) -> list[torch.Tensor]:
         try:
-            return self.inputs.micro_batches(step, rank(), world_size())
+            dp = self.engine.mesh.dp
+            return self.inputs.micro_batches(step, dp.rank, dp.size)
         except DataError:
             console.muted = False  # only the rank that reads the bad data can say so
             raise
@@ -103,11 +104,11 @@ class Loop:
             self.metrics.pause(time.perf_counter() - start)
 
     def _validate(self, step: int) -> None:
-        train = self.config.train
+        train, dp = self.config.train, self.engine.mesh.dp
         losses = {}
         for multiple in train.validation_multiples:
             length = int(multiple * train.sequence_length)
-            windows = self.inputs.validation_windows(length, rank(), world_size())
+            windows = self.inputs.validation_windows(length, dp.rank, dp.size)
             losses[length] = self.engine.evaluate(windows)
         if self.metrics is not None:
             self.metrics.validation(step, losses)

@@ -20,6 +20,8 @@ from alibi_lm.errors import CheckpointError, ConfigError, Problem
 from alibi_lm.files import write_json, write_text
 from alibi_lm.locking import alone
 from alibi_lm.model.flops import num_parameters
+from alibi_lm.parallel.mesh import make_mesh
+from alibi_lm.parallel.rules import layout_problems
 from alibi_lm.settings import apply_overrides, build, digest, load_yaml, to_dict, to_yaml
 from alibi_lm.train.deepspeed_config import (
     batch_problems,
@@ -48,9 +50,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def read_config(
-    path: str | Path, overrides: Sequence[str], num_data_ranks: int
+    path: str | Path, overrides: Sequence[str], num_ranks: int
 ) -> tuple[Config, dict[str, Any]]:
-    """The checked config of a run and its `deepspeed:` block.
+    """The checked config of a run on `num_ranks` ranks and its `deepspeed:` block.
 
     Raises:
         ConfigError: with every problem of every section at once.
@@ -69,7 +71,9 @@ def read_config(
         if config is not None and not block_found:
             problems.extend(stage_problems(config, block))
     if config is not None:
-        problems.extend(batch_problems(config, num_data_ranks))
+        problems.extend(layout_problems(config, num_ranks))
+        if num_ranks % config.parallel.tp == 0:
+            problems.extend(batch_problems(config, num_ranks // config.parallel.tp))
     if problems or config is None or not isinstance(block, dict):
         raise ConfigError(*problems)
     return config, block
@@ -98,8 +102,9 @@ def pretrain(path: str | Path, overrides: Sequence[str], local_rank: int) -> boo
             console.say(f"{run} has done its {done:,} steps already; newest checkpoint: {found[0]}")
             return True
     source = together(lambda: _initial_weights(config, inputs)) if found is None else None
-    ds_config = deepspeed_config(config, block, world_size())
-    engine = Engine(config, json.loads(json.dumps(ds_config)))
+    mesh = make_mesh(config.parallel.tp)
+    ds_config = deepspeed_config(config, block, mesh.dp.size)
+    engine = Engine(config, json.loads(json.dumps(ds_config)), mesh)
     with _held(run):
         _prepare_run_folder(run, config, ds_config)
         console.say(_start_line(config, inputs, engine, found, source))
@@ -168,7 +173,7 @@ def _start_line(
     tokens = train.num_steps * train.global_batch_size * train.sequence_length
     epochs = tokens / sum(file.num_tokens for file in inputs.corpora)
     return (
-        f"{how}: {num_parameters(config.model):,} parameters, {world_size()} ranks, "
+        f"{how}: {num_parameters(config.model):,} parameters, {engine.mesh.describe()}, "
         f"ZeRO stage {engine.stage}, {train.precision}, {tokens:,} training tokens in all "
         f"({epochs:.2f} epochs of the corpora)"
     )

@@ -107,8 +107,8 @@ def _check_space(engine: Engine, root: Path) -> None:
 
 
 def _shard_bytes(engine: Engine) -> int:
-    owned = (fragment for fragment in state.fragments(engine.deepspeed) if fragment.owned)
-    return sum(3 * 4 * fragment.numel for fragment in owned)
+    owned = (part for part in state.fragments(engine.deepspeed, engine.mesh) if part.owned)
+    return sum(3 * 4 * part.run.numel for part in owned)
 
 
 def _start(partial: Path, config: Config, tokenizer: Tokenizer | None) -> None:
@@ -122,8 +122,8 @@ def _start(partial: Path, config: Config, tokenizer: Tokenizer | None) -> None:
 
 def _write_shard(engine: Engine, path: Path) -> None:
     tensors = {
-        fragment_key(fragment.name, kind, fragment.start): tensor.detach().float().cpu()
-        for fragment, kind, tensor in state.owned_tensors(engine.deepspeed)
+        fragment_key(fragment.name, kind, fragment.run): tensor.detach().float().cpu()
+        for fragment, kind, tensor in state.owned_tensors(engine.deepspeed, engine.mesh)
     }
     save_tensors(path, tensors)
     sync(path)
@@ -148,10 +148,15 @@ def _meta(
         "format": FORMAT,
         "step": step,
         **facts,
-        "optimizer_updates": state.num_updates(engine.deepspeed),
+        "optimizer_updates": state.num_updates(engine.deepspeed, engine.mesh),
         "loss_scaler": engine.loss_scaler_state(),
         "parameters": state.parameter_shapes(engine.deepspeed),
-        "layout": {"world_size": world_size(), "zero_stage": engine.stage},
+        "layout": {
+            "world_size": world_size(),
+            "dp": engine.mesh.dp.size,
+            "tp": engine.mesh.tp.size,
+            "zero_stage": engine.stage,
+        },
         "versions": {
             "alibi_lm": __version__,
             "torch": torch.__version__,

@@ -41,7 +41,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "parallel": ("config",),
     "model": ("config", "parallel"),
     "data": (),
-    "checkpoint": ("config", "model", "data.tokenizer"),
+    "checkpoint": ("config", "parallel", "model", "data.tokenizer"),
     "hf": ("config", "model", "data", "checkpoint"),
     "evals": ("config", "model", "data", "checkpoint", "hf"),
     "train": ("config", "parallel", "model", "data", "checkpoint", "evals"),
