@@ -30,7 +30,7 @@ DEFAULTS: dict[str, Any] = {
     "initializer_range": 0.1,
 }  # fmt: skip
 CLIPPING = 0.5
-RATE = 3e-3
+RATE = 1e-3
 
 
 def config_of(model: dict[str, Any]) -> Config:
@@ -45,7 +45,9 @@ def config_of(model: dict[str, Any]) -> Config:
         "gradient_clipping": CLIPPING,
         "activation_checkpointing": model.pop("recompute", False),
     }
-    return build(Config, {"run": {"dir": "none"}, "model": DEFAULTS | model, "train": train})
+    data = {"corpora": [{"prefix": "none"}]}
+    raw = {"run": {"dir": "none"}, "model": DEFAULTS | model, "data": data, "train": train}
+    return build(Config, raw)
 
 
 def samples(config: Config, step: int) -> torch.Tensor:
@@ -94,10 +96,11 @@ def together(config: Config, stage: int, mesh: Mesh) -> dict[str, Any]:
         "validation": engine.evaluate([tokens]),
         "copies_differ": [] if stage == 3 else copies_that_differ(engine, mesh),
     }
-    if stage != 3:
-        with torch.no_grad():
-            facts["logits"] = engine.deepspeed.module(tokens[:, :-1]).float().tolist()
-        facts["losses"] = engine.deepspeed.module(tokens[:, :-1], tokens[:, 1:]).tolist()
+    with torch.no_grad():
+        facts["losses"] = engine.deepspeed(tokens[:, :-1], tokens[:, 1:]).tolist()
+        if stage != 3:
+            facts["logits"] = engine.deepspeed(tokens[:, :-1]).float().tolist()
+            facts["targets"] = tokens[:, 1:].tolist()
     engine.deepspeed.destroy()
     return facts
 
@@ -112,16 +115,15 @@ def copies_that_differ(engine: Engine, mesh: Mesh) -> list[str]:
         if shard is None:
             pairs = [(everyone[0], other) for other in everyone]
         elif name.rpartition(".")[2].startswith("copied_"):
-            neighbours = itertools.groupby(range(mesh.tp.size), lambda r: r * 1 // copies(engine))
+            neighbours = itertools.groupby(range(mesh.tp.size), lambda r: r // copies(engine))
             pairs = [
                 (everyone[first], everyone[other])
                 for ranks in (list(group) for _, group in neighbours)
                 for first, other in itertools.pairwise(ranks)
             ]
         else:
-            padding = parameter.detach().narrow(
-                shard.dim, held := sum(part.length for part in shard.intervals), shard.length - held
-            )
+            held = sum(part.length for part in shard.intervals)
+            padding = parameter.detach().narrow(shard.dim, held, shard.length - held)
             pairs = [(padding, torch.zeros_like(padding))]
         if not all(torch.equal(one, other) for one, other in pairs):
             wrong.append(name)
@@ -159,4 +161,5 @@ def main(rank: int, size: int, tp: int, store: str, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:4]), sys.argv[4], Path(sys.argv[5]))
+    rank, size, tp, store, out = sys.argv[1:]
+    main(int(rank), int(size), int(tp), store, Path(out))

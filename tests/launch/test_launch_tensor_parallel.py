@@ -1,0 +1,88 @@
+"""Tensor-parallel runs under the deepspeed CLI, going on in one layout after another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from launching import VOCAB_SIZE, error_lines, launch, metrics, write_config
+
+from alibi_lm.checkpoint.fragments import KINDS
+from alibi_lm.checkpoint.step import Step, open_run
+
+# Steps done by then, ranks (0: plain python), tensor-parallel ranks, ZeRO stage.
+CHAIN = [(4, 2, 2, 1), (8, 0, 1, 0), (12, 4, 2, 3), (16, 2, 1, 2)]
+
+
+def config(folder: Path) -> Path:
+    """BLOOM's shape, untied, one key/value head, and a vocabulary that does not divide."""
+    folder.mkdir()
+    path = write_config(folder, checkpoint_interval=4, keep_last=10)
+    raw = yaml.safe_load(path.read_text())
+    raw["model"] |= {
+        "shape": "bloom", "tied_embeddings": False, "num_kv_heads": 1,
+        "vocab_size": VOCAB_SIZE + 1, "hidden_size": 32,
+    }  # fmt: skip
+    raw["train"] |= {
+        "learning_rate": 1e-3, "gradient_clipping": 0.5, "validation_interval": 4,
+        "validation_tokens": 1024,
+    }  # fmt: skip
+    path.write_text(yaml.safe_dump(raw))
+    return path
+
+
+def states(step: Step) -> dict[str, torch.Tensor]:
+    with step.reader() as reader:
+        return {f"{kind} {name}": t for kind in KINDS for name, t in reader.tensors(kind)}
+
+
+def test_a_run_goes_on_in_any_layout(tmp_path: Path) -> None:
+    whole = config(tmp_path / "whole")
+    launch(whole, f"train.num_steps={CHAIN[-1][0]}", "deepspeed.zero_optimization.stage=0", ranks=0)
+    parts = config(tmp_path / "parts")
+    for steps, ranks, tp, stage in CHAIN:
+        done = launch(
+            parts,
+            f"train.num_steps={steps}",
+            f"parallel.tp={tp}",
+            f"deepspeed.zero_optimization.stage={stage}",
+            ranks=ranks,
+        )
+        if tp > 1:
+            described = f"{ranks} ranks ({ranks // tp} data-parallel x {tp} tensor-parallel)"
+            assert described in done.stdout
+
+    ours, expected = (metrics(path.parent / "run") for path in (parts, whole))
+    assert [line["step"] for line in ours] == list(range(1, CHAIN[-1][0] + 1))
+    assert expected[0]["loss"] - expected[-1]["loss"] > 0.1
+    for line, right in zip(ours, expected, strict=True):
+        assert line["loss"] == pytest.approx(right["loss"], abs=1e-5)
+        assert line["grad_norm"] == pytest.approx(right["grad_norm"], abs=1e-5)
+
+    for steps, ranks, tp, _ in CHAIN:
+        step, other = (
+            open_run(path.parent / f"run/checkpoints/step_{steps:08d}") for path in (parts, whole)
+        )
+        assert step.meta["layout"]["tp"] == tp
+        assert step.meta["layout"]["dp"] == max(1, ranks // tp)
+        found, wanted = states(step), states(other)
+        assert found.keys() == wanted.keys()
+        for name, tensor in found.items():
+            assert wanted[name].abs().max() > 0, name  # moments too have something to lose
+            torch.testing.assert_close(tensor, wanted[name], rtol=0, atol=1e-5, msg=name)
+        assert step.decoder().embedding.weight.shape == (VOCAB_SIZE + 1, 32)
+    first, second = ((p.parent / "run/validation.jsonl").read_text() for p in (parts, whole))
+    assert len(first.splitlines()) == len(second.splitlines()) == len(CHAIN)
+
+
+def test_a_layout_that_cannot_be_is_refused_at_the_start(tmp_path: Path) -> None:
+    path = config(tmp_path / "run")
+    done = launch(path, "parallel.tp=3", "parallel.pp=2", ranks=0, code=2)
+    assert "parallel.pp = 2" in done.stderr
+    done = launch(path, "parallel.tp=3", ranks=0, code=2)
+    message = "\n".join(error_lines(done)) + done.stderr
+    assert "does not divide model.num_heads = 4" in message
+    assert "does not divide the 1 ranks" in message
+    assert not (path.parent / "run").exists()

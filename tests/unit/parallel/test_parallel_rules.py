@@ -1,0 +1,55 @@
+"""Layouts that a run cannot have are refused by name, all problems at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from alibi_lm.errors import ConfigError
+from alibi_lm.settings import to_yaml
+from alibi_lm.train.pretrain import read_config
+
+
+def read(folder: Path, num_ranks: int, parallel: dict[str, int], **model: Any) -> None:
+    raw = {
+        "run": {"dir": "none"},
+        "model": {"num_heads": 12, "hidden_size": 48} | model,
+        "data": {"corpora": [{"prefix": "none"}]},
+        "train": {"micro_batch_size": 2, "global_batch_size": 8, "precision": "fp32"},
+        "parallel": parallel,
+    }
+    path = folder / "config.yaml"
+    path.write_text(to_yaml(raw), encoding="utf-8")
+    read_config(path, [], num_ranks)
+
+
+@pytest.mark.parametrize(("tp", "kv_heads"), [(1, 12), (2, 12), (4, 12), (4, 2), (6, 1), (3, 6)])
+def test_layouts_that_fit_are_taken(tp: int, kv_heads: int, tmp_path: Path) -> None:
+    read(tmp_path, 4 * tp, {"tp": tp}, num_kv_heads=kv_heads)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "tp", "kv_heads", "said"),
+    [
+        (8, 8, 12, ["parallel.tp = 8: does not divide model.num_heads = 12"]),
+        (4, 4, 6, ["parallel.tp = 4: neither divides model.num_kv_heads = 6 nor is a multiple"]),
+        (6, 4, 4, ["parallel.tp = 4: does not divide the 6 ranks"]),
+        (12, 8, 12, ["does not divide model.num_heads", "does not divide the 12 ranks"]),
+        (15, 5, 12, ["does not divide model.num_heads", "is no multiple of train.micro_batch_size = 2 x 3"]),  # noqa: E501
+        (4, 0, 12, ["parallel.tp = 0: is not positive"]),
+    ],
+)  # fmt: skip
+def test_layouts_that_do_not_are_refused(
+    num_ranks: int, tp: int, kv_heads: int, said: list[str], tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(tmp_path, num_ranks, {"tp": tp}, num_kv_heads=kv_heads)
+    for part in said:
+        assert part in str(caught.value)
+
+
+def test_a_pipeline_is_refused_along_with_the_rest(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"parallel\.pp = 2"):
+        read(tmp_path, 4, {"tp": 2, "pp": 2})
