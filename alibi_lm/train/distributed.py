@@ -19,12 +19,19 @@ def join_process_group(local_rank: int) -> None:
     """Make the process group from the launcher's environment, through this rank's own device."""
     accelerator = get_accelerator()
     accelerator.set_device(local_rank)
-    # DeepSpeed's all-reduce for the ranks of a CPU host is compiled at the first start, for a
-    # minute, and leaves 69 MB of shared memory a rank behind at every end of a process.
-    builder = accelerator.create_op_builder("ShareMemCommBuilder")
+    avoid_shared_memory()
+    deepspeed.init_distributed(accelerator.communication_backend_name(), verbose=False)
+
+
+def avoid_shared_memory() -> None:
+    """Keep DeepSpeed from its own all-reduce for the ranks of a CPU host.
+
+    It is compiled at the first start, for a minute, and leaves 69 MB of shared memory a rank
+    behind at every end of a process. Called before `deepspeed.init_distributed`.
+    """
+    builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
     if builder is not None:
         deepspeed.ops.__compatible_ops__[builder.NAME] = False
-    deepspeed.init_distributed(accelerator.communication_backend_name(), verbose=False)
 
 
 def rank() -> int:

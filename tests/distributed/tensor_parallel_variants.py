@@ -22,6 +22,7 @@ from alibi_lm.parallel.mesh import Mesh, make_mesh
 from alibi_lm.parallel.shard import shard_of
 from alibi_lm.settings import build
 from alibi_lm.train.deepspeed_config import deepspeed_config
+from alibi_lm.train.distributed import avoid_shared_memory
 from alibi_lm.train.engine import Engine
 
 STEPS, SAMPLES, LENGTH = 10, 4, 20
@@ -136,6 +137,7 @@ def copies(engine: Engine) -> int:
 
 def main(rank: int, size: int, tp: int, store: str, out: Path) -> None:
     dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=size)
+    avoid_shared_memory()
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
     mesh = make_mesh(tp)
     results = {}

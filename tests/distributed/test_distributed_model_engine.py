@@ -14,8 +14,10 @@ SCRIPT = """
 import json, sys, torch, deepspeed
 from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.decoder import Decoder
+from alibi_lm.train.distributed import avoid_shared_memory
 
 torch.distributed.init_process_group("gloo", f"file://{sys.argv[1]}", rank=0, world_size=1)
+avoid_shared_memory()
 deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
 config = ModelConfig(num_layers=2, hidden_size=64, num_heads=8, vocab_size=97,
                      initializer_range=0.1)
