@@ -76,9 +76,12 @@ def train(config: Path, overrides: Sequence[str], num_ranks: int) -> None:
     arguments = [str(config), *overrides]
     if num_ranks == 1:
         sys.exit(run_train(arguments))
+    from alibi_lm.train.environment import free_port
+
     launcher = Path(sys.executable).with_name("deepspeed")
-    command = [sys.executable, str(launcher), "--num_gpus", str(num_ranks), "--module"]
-    sys.exit(subprocess.call([*command, "alibi_lm.train.entry", *arguments]))
+    options = ["--num_gpus", str(num_ranks), "--master_port", str(free_port()), "--module"]
+    command = [sys.executable, str(launcher), *options, "alibi_lm.train.entry", *arguments]
+    sys.exit(subprocess.call(command))
 
 
 @main.group()

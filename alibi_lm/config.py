@@ -29,7 +29,10 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     """How it is split over ranks."""
     deepspeed: dict[str, Any] | str = field(default_factory=dict)
-    """DeepSpeed's own settings under its own names, or the path of a JSON file with them."""
+    """DeepSpeed's own settings under its own names, or the path of a JSON file with them.
+
+    zero_optimization.stage is 1 where it does not say.
+    """
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:

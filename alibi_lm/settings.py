@@ -15,7 +15,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union
 
@@ -139,28 +139,13 @@ def build(cls: type[T], raw: Mapping[str, Any]) -> T:
 
     Raises:
         ConfigError: with every unknown key (and the nearest right one), every value of a wrong
-            type, every missing key, and, where those are none, every rule broken.
+            type, every missing key, and every rule broken in a section that has none of those.
     """
     problems: list[Problem] = []
     value = _convert(cls, raw, "", problems)
-    if not problems:
-        problems.extend(_own_problems(value, ""))
     if problems:
         raise ConfigError(*problems)
     return value
-
-
-def _own_problems(value: Any, key: str) -> Iterable[Problem]:
-    if isinstance(value, list):
-        for index, item in enumerate(value):
-            yield from _own_problems(item, f"{key}{index}.")
-    if not dataclasses.is_dataclass(value):
-        return
-    for field in dataclasses.fields(value):
-        yield from _own_problems(getattr(value, field.name), f"{key}{field.name}.")
-    check = getattr(value, "problems", None)
-    if check is not None:
-        yield from check(key)
 
 
 def _convert(kind: Any, raw: Any, key: str, problems: list[Problem]) -> Any:
@@ -237,21 +222,28 @@ def _convert_section(kind: Any, raw: Any, key: str, problems: list[Problem]) -> 
     hints = typing.get_type_hints(kind)
     fields = {field.name: field for field in dataclasses.fields(kind)}
     prefix = f"{key}." if key else ""
+    found: list[Problem] = []
     for name in raw:
         if name not in fields:
             near = nearest(str(name), list(fields))
             fix = f"did you mean {prefix}{near}?" if near else f"keys here: {', '.join(fields)}"
-            problems.append(Problem(f"{prefix}{name}", None, "unknown key", fix))
+            found.append(Problem(f"{prefix}{name}", None, "unknown key", fix))
     values = {}
     for name, field in fields.items():
         if name in raw:
-            values[name] = _convert(hints[name], raw[name], f"{prefix}{name}", problems)
+            values[name] = _convert(hints[name], raw[name], f"{prefix}{name}", found)
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             if dataclasses.is_dataclass(hints[name]):
-                values[name] = _convert(hints[name], {}, f"{prefix}{name}", problems)
+                values[name] = _convert(hints[name], {}, f"{prefix}{name}", found)
             else:
-                problems.append(Problem(f"{prefix}{name}", None, "is missing", "set it"))
-    return None if problems else kind(**values)
+                found.append(Problem(f"{prefix}{name}", None, "is missing", "set it"))
+    if found:
+        problems.extend(found)
+        return None
+    value = kind(**values)
+    own = list(value.problems(prefix)) if hasattr(value, "problems") else []
+    problems.extend(own)
+    return None if own else value
 
 
 def nearest(word: str, words: Sequence[str]) -> str | None:

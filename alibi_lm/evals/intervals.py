@@ -39,6 +39,9 @@ class Bootstrap:
     ratio: list[Interval]
 
 
+MIN_DOCUMENTS = 5
+
+
 def bootstrap_perplexity(
     losses: np.ndarray, tokens: np.ndarray, reference: int, seed: int = 0
 ) -> Bootstrap | None:
@@ -53,10 +56,10 @@ def bootstrap_perplexity(
         reference: row of `losses` that ratios are taken to.
 
     Returns:
-        None for fewer than two documents, from which no spread can be told.
+        None for fewer than `MIN_DOCUMENTS`: resampling so few says little of their spread.
     """
     num_documents = losses.shape[1]
-    if num_documents < 2:
+    if num_documents < MIN_DOCUMENTS:
         return None
     generator = np.random.default_rng(seed)
     even = np.full(num_documents, 1 / num_documents)

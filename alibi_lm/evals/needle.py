@@ -257,8 +257,8 @@ def run_needle(step: Step, config: NeedleConfig, scorer: Scorer | None = None) -
         "inputs": results.inputs_of(step, config, files),
     }
     result["verdict"] = needle_verdict(result)
-    plots.save(plots.needle_figure(result), results.result_path(step, NAME).with_suffix(".png"))
-    results.store(step, NAME, result)
+    path = results.store(step, NAME, result)
+    plots.save(plots.needle_figure(result), path.with_suffix(".png"))
     return result
 
 

@@ -194,8 +194,8 @@ def run_perplexity(
         "verdict": perplexity_verdict(rows, training_length),
         "inputs": results.inputs_of(step, config, files),
     }
-    plots.save(plots.perplexity_figure(result), results.result_path(step, NAME).with_suffix(".png"))
-    results.store(step, NAME, result)
+    path = results.store(step, NAME, result)
+    plots.save(plots.perplexity_figure(result), path.with_suffix(".png"))
     return result
 
 

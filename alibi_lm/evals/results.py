@@ -108,8 +108,19 @@ def result_path(step: Step, name: str) -> Path:
 
 
 def store(step: Step, name: str, result: dict[str, Any]) -> Path:
-    """Atomically write a result and return its path."""
+    """Atomically write a result and return its path.
+
+    A result of other settings is not lost: it and its picture are kept under a name with a hash
+    of those settings.
+    """
     path = result_path(step, name)
+    before = stored(step, name)
+    if before is not None and before["inputs"] != result.get("inputs"):
+        kept = f"{name}_{settings.digest(before['inputs'])[:8]}"
+        for old in (path, path.with_suffix(".png")):
+            if old.exists():
+                old.rename(old.with_name(kept + old.suffix))
+        console.say(f"{name}: the result of other settings is kept as {kept}.json")
     write_json(path, result)
     return path
 

@@ -13,7 +13,7 @@ def perplexity_lines(result: Mapping[str, Any]) -> list[str]:
     lines = [f"{'window':>10}  {'x training':>10}  {'perplexity':>10}  {'95% interval':>17}  ratio"]
     for row in result["rows"]:
         interval = row["perplexity_interval"]
-        shown = f"{interval[0]:.2f} to {interval[1]:.2f}" if interval else "one document"
+        shown = f"{interval[0]:.2f} to {interval[1]:.2f}" if interval else "too few documents"
         ratio = f"{row['ratio']:.4f}" if row["ratio"] is not None else "-"
         lines.append(
             f"{row['length']:>10,}  {row['multiple']:>10g}  {row['perplexity']:>10.3f}  "

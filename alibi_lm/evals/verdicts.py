@@ -69,7 +69,7 @@ def _perplexity_word(interval: Sequence[float] | None) -> str:
 def _ratio(row: Mapping[str, Any]) -> str:
     text = f"ratio {row['ratio']:.3f}"
     if row["ratio_interval"] is None:
-        return f"{text} with no interval from a single document"
+        return f"{text} with no interval from so few documents"
     low, high = row["ratio_interval"]
     return f"{text}, {CONFIDENCE:.0%} interval {low:.3f} to {high:.3f}"
 

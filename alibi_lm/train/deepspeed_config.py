@@ -99,9 +99,13 @@ def deepspeed_block(config: Config) -> dict[str, Any]:
     return block
 
 
+DEFAULT_STAGE = 1
+"""DeepSpeed's own default, 0, has no fp32 master weights in bf16."""
+
+
 def zero_stage(block: dict[str, Any]) -> int:
-    """The ZeRO stage that a valid block asks for; 0 where it does not say."""
-    return int(block.get("zero_optimization", {}).get("stage", 0))
+    """The ZeRO stage that a valid block asks for; 1 where it does not say."""
+    return int(block.get("zero_optimization", {}).get("stage", DEFAULT_STAGE))
 
 
 def block_problems(block: dict[str, Any]) -> Iterator[Problem]:
@@ -229,6 +233,7 @@ def deepspeed_config(config: Config, block: dict[str, Any], num_data_ranks: int)
         # Gradients are summed over micro-batches and over ranks in fp32.
         "data_types": {"grad_accum_dtype": "fp32"},
         "communication_data_type": "fp32",
+        "zero_optimization": zero | {"stage": zero_stage(block)},
     }
     if train.precision != "fp32":
         result[train.precision] = block.get(train.precision, {}) | {"enabled": True}

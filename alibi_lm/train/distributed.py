@@ -10,17 +10,26 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from alibi_lm.errors import CheckpointError, Problem, UserError
+from alibi_lm.errors import CheckpointError, ConfigError, Problem, UserError
 
 T = TypeVar("T")
 
 
 def join_process_group(local_rank: int) -> None:
-    """Make the process group from the launcher's environment, through this rank's own device."""
+    """Make the process group from the launcher's environment, through this rank's own device.
+
+    Raises:
+        ConfigError: the ranks cannot meet at the launcher's address and port.
+    """
     accelerator = get_accelerator()
     accelerator.set_device(local_rank)
     avoid_shared_memory()
-    deepspeed.init_distributed(accelerator.communication_backend_name(), verbose=False)
+    try:
+        deepspeed.init_distributed(accelerator.communication_backend_name(), verbose=False)
+    except dist.DistNetworkError as failure:
+        rule = f"the ranks cannot meet there ({str(failure).splitlines()[0]})"
+        fix = "give the launcher another --master_port"
+        raise ConfigError(Problem("the master port", None, rule, fix)) from None
 
 
 def avoid_shared_memory() -> None:

@@ -48,13 +48,17 @@ def launcher_environment(environment: Mapping[str, str], local_rank: int) -> dic
     for names in _LAUNCHERS:
         if int(environment.get(names.world_size, "1")) > 1 and names.rank in environment:
             return _mapped(environment, names)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     return {
         "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
     }  # fmt: skip
+
+
+def free_port() -> int:
+    """A TCP port of this host that nothing listens on at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def _mapped(environment: Mapping[str, str], names: _Launcher) -> dict[str, str]:

@@ -182,3 +182,16 @@ def test_defaults_survive_a_round_trip() -> None:
     raw = {"run": {"dir": "runs/a"}, "data": {"corpora": [{"prefix": "x"}]}}
     config = build(Config, raw)
     assert build(Config, to_dict(config)) == config
+
+
+def test_a_broken_rule_is_named_beside_another_section_s_mistake() -> None:
+    raw = {
+        "run": {"dir": "a"},
+        "data": {"corpora": [{"prefix": "x"}]},
+        "model": {"num_heads": 7},
+        "train": {"precision": "int8"},
+    }
+    with pytest.raises(ConfigError) as caught:
+        build(Config, raw)
+    assert "model.num_heads = 7: does not divide" in str(caught.value)
+    assert "train.precision = int8: is not one of fp32, bf16, fp16" in str(caught.value)

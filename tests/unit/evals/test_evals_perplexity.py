@@ -97,7 +97,7 @@ def test_bf16_is_near_fp32(tmp_path: Path) -> None:
 
 def test_a_uniform_model_has_the_vocabulary_as_perplexity(tmp_path: Path) -> None:
     tokenizer = WordTokenizer()
-    texts = [code_text(seed, 40) for seed in range(3)]
+    texts = [code_text(seed, 40) for seed in range(6)]
     documents = [[*tokenizer.encode(text), EOS] for text in texts]
     step = fake_step(tmp_path, [write_documents(tmp_path / "v", documents)], 32)
     step.fake_tokenizer = tokenizer

@@ -96,7 +96,7 @@ def write_log(run: Path, num_points: int = 60) -> None:
 @pytest.fixture
 def step(tmp_path: Path) -> Any:
     tokenizer = WordTokenizer()
-    documents = [[*tokenizer.encode(code_text(seed, 300)), EOS] for seed in range(4)]
+    documents = [[*tokenizer.encode(code_text(seed, 300)), EOS] for seed in range(6)]
     fake = fake_step(tmp_path, [write_documents(tmp_path / "v", documents)], 128)
     fake.fake_tokenizer = tokenizer
     fake.step = 600
@@ -234,3 +234,17 @@ def test_every_suite_of_the_repository_loads() -> None:
     assert suites
     for path in suites:
         read_suite(path)
+
+
+def test_a_result_of_other_settings_is_kept(step: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    scorer = PlantedLosses(lambda t, p: 2 + t * 1e-4)
+    monkeypatch.setattr("alibi_lm.evals.perplexity.native_scorer", lambda *_: scorer)
+    for lengths in ([64, 128, 512], [64, 128]):
+        perplexity.evaluate(step, PerplexityConfig(lengths=lengths))
+    folder = step.evals_folder
+    newest = json.loads((folder / "perplexity.json").read_text())
+    (kept,) = folder.glob("perplexity_*.json")
+    assert [row["length"] for row in newest["rows"]] == [64, 128]
+    assert [row["length"] for row in json.loads(kept.read_text())["rows"]] == [64, 128, 512]
+    assert kept.with_suffix(".png").exists()
+    assert (folder / "perplexity.png").exists()

@@ -114,8 +114,16 @@ def test_deepspeed_reads_what_we_give_it(precision: str, stage: int) -> None:
 
 
 def test_stage_0_in_16_bits_is_refused() -> None:
-    assert "use stage 1" in str(next(iter(stage_problems(config(precision="bf16"), {}))))
-    assert not list(stage_problems(config(precision="fp32"), {}))
+    zero = {"zero_optimization": {"stage": 0}}
+    assert "use stage 1" in str(next(iter(stage_problems(config(precision="bf16"), zero))))
+    assert not list(stage_problems(config(precision="fp32"), zero))
+
+
+def test_the_stage_is_1_where_the_block_does_not_say() -> None:
+    made = config({"zero_optimization": {"overlap_comm": False}}, precision="bf16")
+    for block in ({}, {"zero_optimization": {"overlap_comm": False}}):
+        assert not list(stage_problems(made, block))
+        assert DeepSpeedConfig(deepspeed_config(made, block, 1)).zero_config.stage == 1
 
 
 def test_the_block_may_be_a_json_file(tmp_path: Path) -> None:
