@@ -137,7 +137,9 @@ class Engine:
         total, count = 0.0, 0.0
         for batch in batches:
             if batch is None:
-                engine(torch.zeros(1, 1, dtype=torch.int64, device=device()))
+                # The same calls as the other ranks: ZeRO-3 gathers weights as modules ask for them.
+                nothing = torch.zeros(1, 1, dtype=torch.int64, device=device())
+                engine(nothing, nothing)
                 continue
             batch = batch.to(device())
             losses = engine(batch[:, :-1], batch[:, 1:])
