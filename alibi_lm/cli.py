@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ import click
 
 from alibi_lm import __version__
 from alibi_lm.console import console
-from alibi_lm.errors import EXIT_USER_ERROR, UserError
+from alibi_lm.errors import UserError, path_error
 
 OVERRIDES = click.argument("overrides", nargs=-1, metavar="[section.key=value]...")
 RUN = click.argument("run", type=click.Path(path_type=Path))
@@ -32,11 +31,11 @@ class _Commands(click.Group):
             console.error(str(error))
             ctx.exit(error.exit_code)
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES):
+            mistake = path_error(error)
+            if mistake is None:
                 raise
-            where = error.filename or "the output"
-            console.error(f"{where}: cannot be written ({error.strerror}); make room or move it")
-            ctx.exit(EXIT_USER_ERROR)
+            console.error(str(mistake))
+            ctx.exit(mistake.exit_code)
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -64,7 +63,13 @@ def prepare(recipe: Path, overrides: Sequence[str], overwrite: bool) -> None:
 @main.command(context_settings={"ignore_unknown_options": True})
 @click.argument("config", type=click.Path(path_type=Path))
 @OVERRIDES
-@click.option("--num-ranks", default=1, show_default=True, help="Ranks on this machine.")
+@click.option(
+    "--num-ranks",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Ranks on this machine.",
+)
 def train(config: Path, overrides: Sequence[str], num_ranks: int) -> None:
     """Start or resume the run of CONFIG (YAML) on this machine.
 
@@ -153,10 +158,26 @@ def export(run: Path, out: Path | None, dtype: str, layout: str | None, tokenize
 @main.command()
 @RUN
 @click.option("--prompt", "-p", required=True, help="Text to go on from.")
-@click.option("--max-new-tokens", default=64, show_default=True, help="Tokens to add at most.")
-@click.option("--temperature", default=0.0, show_default=True, help="0 takes the likeliest token.")
-@click.option("--top-k", type=int, help="Sample from the k likeliest tokens.")
-@click.option("--top-p", type=float, help="Sample from the likeliest tokens of this total share.")
+@click.option(
+    "--max-new-tokens",
+    type=click.IntRange(1),
+    default=64,
+    show_default=True,
+    help="Tokens to add at most.",
+)
+@click.option(
+    "--temperature",
+    type=click.FloatRange(0),
+    default=0.0,
+    show_default=True,
+    help="0 takes the likeliest token.",
+)
+@click.option("--top-k", type=click.IntRange(1), help="Sample from the k likeliest tokens.")
+@click.option(
+    "--top-p",
+    type=click.FloatRange(0, 1, min_open=True),
+    help="Sample from the likeliest tokens of this total share.",
+)
 @click.option("--seed", default=0, show_default=True, help="Seed of the sampling.")
 def generate(
     run: Path,
@@ -256,7 +277,13 @@ def bench() -> None:
 @bench.command()
 @click.argument("recipe", type=click.Path(path_type=Path))
 @OVERRIDES
-@click.option("--megabytes", default=16.0, show_default=True, help="Text of one measurement.")
+@click.option(
+    "--megabytes",
+    type=click.FloatRange(0.1, 1e5),
+    default=16.0,
+    show_default=True,
+    help="Text of one measurement.",
+)
 def tokenize(recipe: Path, overrides: Sequence[str], megabytes: float) -> None:
     """Tokenise the start of RECIPE's corpora with one process and with all cores.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 EXIT_USER_ERROR = 2
 EXIT_NOT_FINITE = 3
 EXIT_STOPPED = 4
+EXIT_INTERRUPTED = 130
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,7 @@ class Problem:
 
     def __str__(self) -> str:
         shown = "" if self.value is None else f" = {_short(self.value)}"
-        return f"{self.key}{shown}: {self.rule}; {self.fix}"
+        return " ".join(f"{self.key}{shown}: {self.rule}; {self.fix}".split())
 
 
 def _short(value: Any) -> str:
@@ -43,6 +45,22 @@ class UserError(Exception):
             raise ValueError("a user error needs at least one problem")
         self.problems: Sequence[Problem] = problems
         super().__init__(" | ".join(str(problem) for problem in problems))
+
+
+# What the operating system says of a path that a user named or of a disk that is full.
+_PATH_ERRORS = frozenset({
+    errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR,
+    errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOENT, errno.EINVAL,
+})  # fmt: skip
+
+
+def path_error(error: OSError) -> UserError | None:
+    """The user error that an error of the file system amounts to, or None for any other."""
+    if error.errno not in _PATH_ERRORS:
+        return None
+    where = str(error.filename or "the output")
+    rule = f"cannot be used ({error.strerror})"
+    return CheckpointError(Problem(where, None, rule, "make room, or name another path"))
 
 
 class ConfigError(UserError):

@@ -26,12 +26,18 @@ from alibi_lm.errors import ConfigError, Problem
 T = TypeVar("T")
 
 
+# PyYAML lets errors of the values it makes (dates, huge numbers, list keys) through as they are.
+_NOT_YAML = (yaml.YAMLError, ValueError, TypeError, OverflowError, RecursionError)
+
+
 class _Loader(yaml.SafeLoader):
     """PyYAML's safe loader with floats such as 3e-4, and without silently doubled keys."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
         for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue
             key = self.construct_object(key_node, deep=deep)
             if key in seen:
                 raise yaml.constructor.ConstructorError(
@@ -65,9 +71,12 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
         raise ConfigError(
             Problem(str(path), None, "is not UTF-8 text", "name a YAML file")
         ) from None
+    except (OSError, ValueError) as error:
+        rule = f"cannot be read ({error})"
+        raise ConfigError(Problem(str(path), None, rule, "check the path")) from None
     try:
         raw = yaml.load(text, _Loader)
-    except yaml.YAMLError as error:
+    except _NOT_YAML as error:
         detail = " ".join(str(error).split())
         fix = "mend the YAML"
         raise ConfigError(Problem(str(path), None, f"is not YAML ({detail})", fix)) from None
@@ -95,7 +104,7 @@ def apply_overrides(raw: Mapping[str, Any], overrides: Sequence[str]) -> dict[st
             if not equals or not key:
                 raise ValueError("is not of the form section.key=value")
             _assign(result, key.split("."), yaml.load(text, _Loader))
-        except (ValueError, yaml.YAMLError) as error:
+        except _NOT_YAML as error:
             detail = " ".join(str(error).split())
             problems.append(Problem(override, None, detail, "write section.key=value"))
     if problems:
@@ -141,14 +150,27 @@ def build(cls: type[T], raw: Mapping[str, Any]) -> T:
         ConfigError: with every unknown key (and the nearest right one), every value of a wrong
             type, every missing key, and every rule broken in a section that has none of those.
     """
-    problems: list[Problem] = []
+    problems = _Found()
     value = _convert(cls, raw, "", problems)
-    if problems:
-        raise ConfigError(*problems)
+    if problems or problems.rules:
+        raise ConfigError(*problems, *problems.rules)
     return value
 
 
-def _convert(kind: Any, raw: Any, key: str, problems: list[Problem]) -> Any:
+class _Found(list[Problem]):
+    """Unknown keys, missing ones and wrong types; and, beside them, the rules broken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rules: list[Problem] = []
+
+    def take(self, other: _Found) -> None:
+        """Add what was found in a part."""
+        self.extend(other)
+        self.rules.extend(other.rules)
+
+
+def _convert(kind: Any, raw: Any, key: str, problems: _Found) -> Any:
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if dataclasses.is_dataclass(kind):
         return _convert_section(kind, raw, key, problems)
@@ -175,15 +197,16 @@ def _convert(kind: Any, raw: Any, key: str, problems: list[Problem]) -> Any:
     return _convert_scalar(kind, raw, key, problems)
 
 
-def _convert_union(kinds: Sequence[Any], raw: Any, key: str, problems: list[Problem]) -> Any:
+def _convert_union(kinds: Sequence[Any], raw: Any, key: str, problems: _Found) -> Any:
     if raw is None and type(None) in kinds:
         return None
     kinds = [kind for kind in kinds if kind is not type(None)]
-    attempts: list[list[Problem]] = []
+    attempts: list[_Found] = []
     for kind in kinds:
-        attempt: list[Problem] = []
+        attempt = _Found()
         value = _convert(kind, raw, key, attempt)
         if not attempt:
+            problems.take(attempt)
             return value
         attempts.append(attempt)
     mapping = isinstance(raw, Mapping)
@@ -192,11 +215,11 @@ def _convert_union(kinds: Sequence[Any], raw: Any, key: str, problems: list[Prob
         for kind, attempt in zip(kinds, attempts, strict=True)
         if mapping == dataclasses.is_dataclass(kind)
     ]
-    problems.extend((matching or attempts)[0])
+    problems.take((matching or attempts)[0])
     return None
 
 
-def _convert_scalar(kind: Any, raw: Any, key: str, problems: list[Problem]) -> Any:
+def _convert_scalar(kind: Any, raw: Any, key: str, problems: _Found) -> Any:
     if kind is Any:
         return json_copy(raw)
     if kind is float and isinstance(raw, int | float) and not isinstance(raw, bool):
@@ -213,7 +236,7 @@ def _convert_scalar(kind: Any, raw: Any, key: str, problems: list[Problem]) -> A
     return None
 
 
-def _convert_section(kind: Any, raw: Any, key: str, problems: list[Problem]) -> Any:
+def _convert_section(kind: Any, raw: Any, key: str, problems: _Found) -> Any:
     if raw is None:
         raw = {}
     if not isinstance(raw, Mapping):
@@ -222,7 +245,7 @@ def _convert_section(kind: Any, raw: Any, key: str, problems: list[Problem]) -> 
     hints = typing.get_type_hints(kind)
     fields = {field.name: field for field in dataclasses.fields(kind)}
     prefix = f"{key}." if key else ""
-    found: list[Problem] = []
+    found = _Found()
     for name in raw:
         if name not in fields:
             near = nearest(str(name), list(fields))
@@ -237,13 +260,13 @@ def _convert_section(kind: Any, raw: Any, key: str, problems: list[Problem]) -> 
                 values[name] = _convert(hints[name], {}, f"{prefix}{name}", found)
             else:
                 found.append(Problem(f"{prefix}{name}", None, "is missing", "set it"))
+    problems.take(found)
     if found:
-        problems.extend(found)
         return None
     value = kind(**values)
-    own = list(value.problems(prefix)) if hasattr(value, "problems") else []
-    problems.extend(own)
-    return None if own else value
+    if hasattr(value, "problems"):
+        problems.rules.extend(value.problems(prefix))
+    return value
 
 
 def nearest(word: str, words: Sequence[str]) -> str | None:

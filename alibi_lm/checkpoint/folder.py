@@ -52,12 +52,24 @@ def read_meta(step_folder: Path) -> dict[str, Any]:
         raise CheckpointError(Problem(str(path), None, "is missing", fix)) from None
     except (UnicodeDecodeError, json.JSONDecodeError):
         raise CheckpointError(Problem(str(path), None, "is damaged", fix)) from None
-    if not isinstance(meta, dict) or not isinstance(meta.get("files"), dict):
+    if not isinstance(meta, dict) or not _is_whole(meta, step_folder.name):
         raise CheckpointError(Problem(str(path), None, "is damaged", fix))
     if meta.get("format") not in READABLE:
         rule = f"is of checkpoint format {meta.get('format')}; this version reads {READABLE}"
         raise CheckpointError(Problem(str(path), None, rule, "use the version that wrote it"))
     return meta
+
+
+def _is_whole(meta: dict[str, Any], folder_name: str) -> bool:
+    """Whether meta.json has what is read of it, and is of the folder that it lies in."""
+    files = meta.get("files")
+    if not isinstance(files, dict) or not isinstance(meta.get("step"), int):
+        return False
+    if not all(isinstance(facts, dict) and {"bytes", "sha256"} <= facts.keys()
+               for facts in files.values()):  # fmt: skip
+        return False
+    match = _STEP.match(folder_name)
+    return match is None or int(match.group(1)) == meta["step"]
 
 
 def damage(

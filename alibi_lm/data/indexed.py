@@ -44,6 +44,7 @@ _DTYPES: dict[int, np.dtype[Any]] = {
     8: np.dtype("<u2"),
 }
 _FLOAT_CODES = (6, 7)
+_DIGEST_BLOCKS, _DIGEST_BYTES = 256, 4096
 _MAX_SEQUENCE = 2**31 - 1
 _CHUNK = 1 << 22
 """Entries of an index handled at a time, so that huge indexes need little memory."""
@@ -143,10 +144,18 @@ class TokenFile:
 
     @property
     def digest(self) -> str:
-        """Cheap fingerprint: SHA-256 of the index and of the size of the tokens."""
+        """Cheap fingerprint: SHA-256 of the index, the size of the tokens and samples of them.
+
+        The samples are 256 blocks of 4 KiB, evenly spaced: all of a file of up to 1 MiB.
+        """
         with idx_path(self.prefix).open("rb") as file:
             state = hashlib.file_digest(file, "sha256")
-        state.update(str(self.num_tokens * self.dtype.itemsize).encode())
+        size = self.num_tokens * self.dtype.itemsize
+        state.update(str(size).encode())
+        with bin_path(self.prefix).open("rb") as file:
+            for block in range(_DIGEST_BLOCKS):
+                file.seek(block * max(size - _DIGEST_BYTES, 0) // (_DIGEST_BLOCKS - 1))
+                state.update(file.read(_DIGEST_BYTES))
         return state.hexdigest()
 
     def _sequence_starts(self, sequences: NDArray[np.int64]) -> NDArray[np.int64]:

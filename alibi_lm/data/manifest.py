@@ -35,15 +35,24 @@ def read_manifest(path: Path) -> dict[str, Any] | None:
         detail = " ".join(str(error).split())
         fix = "prepare again with overwrite"
         raise DataError(Problem(str(path), None, f"is not a manifest ({detail})", fix)) from None
-    if not isinstance(content, dict) or "recipe" not in content:
+    if not isinstance(content, dict) or not {"recipe", "tokenizer"} <= content.keys():
         fix = "prepare again with overwrite"
         raise DataError(Problem(str(path), None, "is not a manifest", fix))
     return content
 
 
 def manifest_for(prefix: str | Path) -> dict[str, Any] | None:
-    """The manifest beside a token file; None for files of another framework."""
-    return read_manifest(Path(prefix).parent / MANIFEST)
+    """The manifest beside a token file; None for files of another framework.
+
+    A manifest.json that is not about this file (another program's, say) counts as none.
+    """
+    prefix = Path(prefix)
+    try:
+        manifest = read_manifest(prefix.parent / MANIFEST)
+    except DataError:
+        return None
+    files = {} if manifest is None else manifest.get("files", {})
+    return manifest if f"{prefix.name}.bin" in files else None
 
 
 def check_tokenizer(prefix: str | Path, tokenizer: Tokenizer) -> None:

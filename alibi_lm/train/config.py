@@ -19,6 +19,11 @@ class RunConfig:
     dir: str
     """Run folder; on storage that all hosts share."""
 
+    def problems(self, key: str) -> Iterator[Problem]:
+        """The rules of this section that are broken."""
+        if not self.dir.strip() or "\0" in self.dir:
+            yield Problem(f"{key}dir", self.dir, "is no folder name", "name the run's folder")
+
 
 @dataclass
 class TrainConfig:

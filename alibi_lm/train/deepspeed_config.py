@@ -31,40 +31,31 @@ OWNED = {
     "tensorboard": "the run folder's tensorboard/, which is always written",
     "managed_gradient_accumulation": "train.gradient_accumulation_steps",
     "data_efficiency": "data.corpora",
+    "activation_checkpointing": "train.activation_checkpointing",
 }
 
 # DeepSpeed reads the keys it knows and ignores the rest without a word, so the rest is refused.
-PASSED_ON = (
-    "zero_optimization",
-    "bf16",
-    "fp16",
-    "zero_allow_untested_optimizer",
-    "zero_force_ds_cpu_optimizer",
-    "seq_parallel_communication_data_type",
-    "prescale_gradients",
-    "gradient_predivide_factor",
-    "gradient_allreduce_op",
-    "disable_allgather",
-    "disable_python_gc",
-    "dump_state",
-    "sparse_gradients",
-    "activation_checkpointing",
-    "aio",
-    "comms_logger",
-    "csv_monitor",
-    "wandb",
-    "comet",
-    "flops_profiler",
-    "wall_clock_breakdown",
-    "memory_breakdown",
-    "compile",
-    "timers",
-    "log_level",
-    "autotuning",
-    "dataloader_drop_last",
-    "hybrid_engine",
-    "weight_quantization",
-)
+SCALARS: dict[str, tuple[type, ...]] = {
+    "zero_allow_untested_optimizer": (bool,),
+    "zero_force_ds_cpu_optimizer": (bool,),
+    "prescale_gradients": (bool,),
+    "gradient_predivide_factor": (int, float),
+    "disable_allgather": (bool,),
+    "disable_python_gc": (bool,),
+    "dump_state": (bool,),
+    "wall_clock_breakdown": (bool,),
+    "memory_breakdown": (bool,),
+    "log_level": (str,),
+}
+SECTION_KEYS: dict[str, tuple[str, ...]] = {
+    "comms_logger": ("enabled", "prof_all", "prof_ops", "verbose", "debug"),
+    "csv_monitor": ("enabled", "output_path", "job_name"),
+    "flops_profiler": ("enabled", "recompute_fwd_factor", "profile_step", "module_depth",
+                       "top_modules", "detailed", "output_file"),
+    "aio": ("block_size", "queue_depth", "intra_op_parallelism", "single_submit",
+            "overlap_events", "use_gds"),
+}  # fmt: skip
+PASSED_ON = ("zero_optimization", "bf16", "fp16", *SCALARS, *SECTION_KEYS)
 
 # Top-level keys of earlier DeepSpeed releases that 0.19 no longer has.
 REMOVED = (
@@ -120,11 +111,22 @@ def block_problems(block: dict[str, Any]) -> Iterator[Problem]:
             near = nearest(key, [*PASSED_ON, *OWNED])
             fix = f"did you mean deepspeed.{near}?" if near else "take it out"
             yield Problem(name, None, "is no key of DeepSpeed, which would ignore it", fix)
-    for key in ("bf16", "fp16"):
+    for key, kinds in SCALARS.items():
+        if key in block and type(block[key]) not in kinds:
+            rule = f"is not {' or '.join(kind.__name__ for kind in kinds)}"
+            yield Problem(f"deepspeed.{key}", block[key], rule, "see DeepSpeed's docs")
+    for key, names in SECTION_KEYS.items():
         section = block.get(key, {})
         if not isinstance(section, dict):
             yield Problem(f"deepspeed.{key}", section, "is not a mapping", "write key: value")
-        elif "enabled" in section:
+            continue
+        for name in section.keys() - set(names):
+            near = nearest(str(name), names)
+            fix = f"did you mean {near}?" if near else f"keys here: {', '.join(names)}"
+            yield Problem(f"deepspeed.{key}.{name}", None, "unknown key", fix)
+    for key in ("bf16", "fp16"):
+        section = block.get(key, {})
+        if isinstance(section, dict) and "enabled" in section:
             yield Problem(
                 f"deepspeed.{key}.enabled",
                 section["enabled"],
@@ -145,9 +147,9 @@ def _section_problems(block: dict[str, Any]) -> Iterator[Problem]:
         "fp16": DeepSpeedFP16Config,
     }
     for key, model in models.items():
-        section = block.get(key)
-        if section is None:
+        if key not in block:
             continue
+        section = block[key]
         if not isinstance(section, dict):
             yield Problem(f"deepspeed.{key}", section, "is not a mapping", "write key: value")
             continue
@@ -162,6 +164,19 @@ def _section_problems(block: dict[str, Any]) -> Iterator[Problem]:
                 rule = "unknown key" if unknown else item["msg"]
                 fix = f"did you mean {near}?" if unknown and near else "see DeepSpeed's docs"
                 yield Problem(f"deepspeed.{key}.{path}", item["input"], rule, fix)
+    zero = block.get("zero_optimization")
+    if isinstance(zero, dict):
+        yield from _zero_problems(zero)
+
+
+def _zero_problems(zero: dict[str, Any]) -> Iterator[Problem]:
+    if isinstance(zero.get("stage"), bool):
+        yield Problem("deepspeed.zero_optimization.stage", zero["stage"], "is not a number",
+                      "give 0 to 3")  # fmt: skip
+    for name, plain in (("round_robin_gradients", False), ("zero_hpz_partition_size", 1)):
+        if zero.get(name, plain) != plain:
+            yield Problem(f"deepspeed.zero_optimization.{name}", zero[name],
+                          "has not been shown to resume exactly", "leave it out")  # fmt: skip
 
 
 def stage_problems(config: Config, block: dict[str, Any]) -> Iterator[Problem]:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from alibi_lm.console import console
-from alibi_lm.errors import EXIT_STOPPED, UserError
+from alibi_lm.errors import EXIT_INTERRUPTED, EXIT_STOPPED, UserError, path_error
 from alibi_lm.train.environment import launcher_environment
 
 
@@ -51,6 +51,16 @@ def main(arguments: Sequence[str]) -> int:
         if error.on_every_rank:
             _wait_for_rank_0()
         return error.exit_code
+    except OSError as error:
+        mistake = path_error(error)
+        if mistake is None:
+            raise
+        console.muted = False  # it may be this rank's own
+        console.error(str(mistake))
+        return mistake.exit_code
+    except KeyboardInterrupt:
+        console.error("interrupted; the same command goes on from the last checkpoint")
+        return EXIT_INTERRUPTED
     finally:
         _leave()
     return 0 if finished else EXIT_STOPPED

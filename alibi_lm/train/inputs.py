@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,8 @@ def open_inputs(config: Config) -> Inputs:
                 "list one in data.validation",
             )
         )
+    if not problems:
+        problems.extend(_validation_problems(config, validation))
     if problems:
         raise DataError(*problems)
     _set_vocab_size(config, tokenizer)
@@ -130,6 +133,25 @@ def open_inputs(config: Config) -> Inputs:
         eos_id=None if tokenizer is None else tokenizer.eos_id,
     )
     return Inputs(config, blend, corpora, validation, tokenizer)
+
+
+def _validation_problems(config: Config, files: list[TokenFile]) -> Iterator[Problem]:
+    """Validation lengths that the corpora or the model are too short for."""
+    train, limit = config.train, config.model.max_positions
+    if train.validation_interval is None:
+        return
+    for multiple in train.validation_multiples:
+        length = int(multiple * train.sequence_length)
+        for file in files:
+            if file.num_tokens < length + 1:
+                rule = f"needs {length + 1} tokens; {file.prefix} has {file.num_tokens}"
+                yield Problem("train.validation_multiples", multiple, rule, "leave it out")
+        if limit is not None and length > limit:
+            rule = f"is {length} tokens, and model.max_positions is {limit}"
+            yield Problem("train.validation_multiples", multiple, rule, "leave it out")
+    if limit is not None and train.sequence_length > limit:
+        rule = f"is more than model.max_positions = {limit}"
+        yield Problem("train.sequence_length", train.sequence_length, rule, "lower it")
 
 
 def _check_ids(what: str, tokens: np.ndarray, config: Config) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -110,6 +111,9 @@ class Loop:
             length = int(multiple * train.sequence_length)
             windows = self.inputs.validation_windows(length, dp.rank, dp.size)
             losses[length] = self.engine.evaluate(windows)
+            if not math.isfinite(losses[length]):
+                failure = NotFinite(f"validation loss {losses[length]} at length {length}")
+                raise self._not_finite(step - 1, failure)
         if self.metrics is not None:
             self.metrics.validation(step, losses)
 
@@ -125,7 +129,7 @@ class Loop:
         console.say(f"checkpoint {self.last_checkpoint}")
         if rank() == 0:
             train = self.config.train
-            remove_old(Path(self.config.run.dir), train.keep_last, train.keep_every)
+            remove_old(Path(self.config.run.dir), step, train.keep_last, train.keep_every)
 
     def _not_finite(self, step: int, failure: NotFinite) -> NotFiniteError:
         good = self.last_checkpoint or "none yet"

@@ -29,7 +29,7 @@ from alibi_lm.checkpoint.fragments import fragment_key
 from alibi_lm.checkpoint.tensor_file import save_tensors
 from alibi_lm.config import Config
 from alibi_lm.data.tokenizer import Tokenizer
-from alibi_lm.errors import CheckpointError, Problem
+from alibi_lm.errors import CheckpointError, NotFiniteError, Problem
 from alibi_lm.files import sha256, sync, write_json, write_text
 from alibi_lm.settings import to_yaml
 from alibi_lm.train import state
@@ -49,7 +49,9 @@ def save(
 
     Raises:
         CheckpointError: on every rank, if any could not write; earlier checkpoints are untouched.
+        NotFiniteError: on every rank, if a weight is not finite; nothing is written.
     """
+    _check_finite(engine, step)
     root = Path(config.run.dir) / CHECKPOINTS
     partial = root / f"{_PARTIAL}{step_name(step)}"
     final = root / step_name(step)
@@ -90,6 +92,21 @@ def _write_problem(path: Path, failure: Exception) -> CheckpointError:
     rule = f"cannot be written ({' '.join(str(failure).split())})"
     fix = "make room and start again; earlier checkpoints are untouched"
     return CheckpointError(Problem(str(path), None, rule, fix))
+
+
+def _check_finite(engine: Engine, step: int) -> None:
+    """Refuse to save weights that the last update broke; no loss has shown it yet."""
+    broken = [
+        part.name
+        for part in state.fragments(engine.deepspeed, engine.mesh)
+        if part.owned and not bool(torch.isfinite(part.master()).all())
+    ]
+    error = None
+    if broken:
+        rule = f"weights are not finite after it, among them {broken[0]}"
+        fix = "nothing was overwritten; lower train.learning_rate"
+        error = NotFiniteError(Problem(f"step {step}", None, rule, fix))
+    raise_together(error)
 
 
 def _check_space(engine: Engine, root: Path) -> None:
@@ -189,11 +206,14 @@ def _free_name(path: Path) -> Path:
     return candidate
 
 
-def remove_old(run: Path, keep_last: int, keep_every: int | None) -> list[Path]:
-    """Delete the checkpoints that retention no longer keeps; the newest is never deleted."""
+def remove_old(run: Path, newest: int, keep_last: int, keep_every: int | None) -> list[Path]:
+    """Delete the checkpoints that retention no longer keeps; step `newest` is never deleted.
+
+    Later steps are of a future that was found damaged: they neither count nor go.
+    """
     removed = []
-    for folder in step_folders(run)[:-keep_last]:
-        step = int(folder.name.removeprefix("step_"))
+    steps = [(int(path.name.removeprefix("step_")), path) for path in step_folders(run)]
+    for step, folder in [entry for entry in steps if entry[0] <= newest][:-keep_last]:
         if keep_every is not None and step % keep_every == 0:
             continue
         # Renamed first, so that a kill in the middle of the deletion leaves no half checkpoint.

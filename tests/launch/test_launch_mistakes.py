@@ -47,6 +47,12 @@ def test_every_problem_in_one_line_on_rank_0(tmp_path: Path) -> None:
         (["train.sequence_length=100000"], "fewer than one window"),
         (["train.precision=bf16", "deepspeed.zero_optimization.stage=0"], "use stage 1 or higher"),
         (["parallel.tp=2"], "parallel.tp"),
+        (["run.dir=''"], "run.dir"),
+        (["run.dir=/proc/xx/run"], "/proc/xx"),
+        (
+            ["train.validation_interval=1", "train.validation_multiples=[1,4000]"],
+            "train.validation_multiples = 4000",
+        ),
     ],
 )
 def test_a_mistake_is_named(overrides: list[str], part: str, tmp_path: Path) -> None:
@@ -107,3 +113,10 @@ def test_a_run_is_trained_by_one_job_at_a_time(tmp_path: Path) -> None:
     assert "is in use by another process" in error_lines(done)[0]
     assert not list((tmp_path / "run").iterdir())
     launch(config, "train.num_steps=1", ranks=0)
+
+
+def test_weights_that_an_update_broke_are_not_saved(tmp_path: Path) -> None:
+    config = write_config(tmp_path, num_steps=1, learning_rate=1e39)
+    done = launch(config, ranks=2, code=3)
+    assert "weights are not finite" in error_lines(done)[0]
+    assert not list((tmp_path / "run" / "checkpoints").glob("*"))

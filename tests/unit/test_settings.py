@@ -97,6 +97,8 @@ def test_a_bad_override_is_named(override: str) -> None:
         ("name: a\nname: b\n", "given twice"),
         ("- a\n", "is not a mapping"),
         ("name: [1\n", "is not YAML"),
+        ("? [a]\n: 1\n", "is not YAML"),
+        ("name: 2024-13-45\n", "is not YAML"),
     ],
 )
 def test_a_bad_file_is_named(text: str, part: str, tmp_path: Path) -> None:
@@ -195,3 +197,9 @@ def test_a_broken_rule_is_named_beside_another_section_s_mistake() -> None:
         build(Config, raw)
     assert "model.num_heads = 7: does not divide" in str(caught.value)
     assert "train.precision = int8: is not one of fp32, bf16, fp16" in str(caught.value)
+
+
+def test_merge_keys_are_understood(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("base: &b {rate: 2.0, count: 3}\ninner: {<<: *b, rate: 4.0}\n")
+    assert load_yaml(path)["inner"] == {"rate": 4.0, "count": 3}

@@ -9,6 +9,7 @@ import pytest
 from alibi_lm.checkpoint.folder import damage, read_meta, resolve_step, step_folders, verify
 from alibi_lm.errors import CheckpointError
 from alibi_lm.files import sha256
+from alibi_lm.train.saving import remove_old
 
 
 def make(run: Path, step: int) -> Path:
@@ -71,3 +72,19 @@ def test_no_checkpoint_is_said_so(tmp_path: Path) -> None:
     partial.mkdir(parents=True)
     with pytest.raises(CheckpointError, match="is not a complete checkpoint"):
         resolve_step(partial)
+
+
+def test_retention_never_deletes_the_newest_for_a_damaged_future(tmp_path: Path) -> None:
+    for step in (2, 4, 6, 8, 100):
+        make(tmp_path, step)
+    removed = remove_old(tmp_path, newest=8, keep_last=1, keep_every=4)
+    assert [int(folder.name[5:]) for folder in removed] == [2, 6]
+    assert [int(folder.name[5:]) for folder in step_folders(tmp_path)] == [4, 8, 100]
+
+
+def test_a_meta_of_another_step_is_refused(tmp_path: Path) -> None:
+    folder = make(tmp_path, 2)
+    meta = json.loads((folder / "meta.json").read_text())
+    (folder / "meta.json").write_text(json.dumps(meta | {"step": 1}))
+    with pytest.raises(CheckpointError, match=r"meta\.json"):
+        read_meta(folder)

@@ -168,3 +168,13 @@ def test_pickle_and_digest(tmp_path: Path) -> None:
 def test_no_documents(tmp_path: Path) -> None:
     file = TokenFileWriter(tmp_path / "corpus", np.uint16).finish()
     assert (file.num_documents, file.num_tokens, file.read(0, 0).tolist()) == (0, 0, [])
+
+
+def test_the_digest_sees_other_tokens_of_the_same_lengths(tmp_path: Path) -> None:
+    digests = set()
+    for token in (5, 6):
+        writer = TokenFileWriter(tmp_path / str(token), np.uint16)
+        writer.add_document([4] * 300_000 + [token] * 300_000)
+        writer.finish()
+        digests.add(TokenFile(tmp_path / str(token)).digest)
+    assert len(digests) == 2
