@@ -95,7 +95,9 @@ def train(
     return found
 
 
-@pytest.mark.parametrize(("num_ranks", "tp"), LAYOUTS)
+@pytest.mark.parametrize(
+    ("num_ranks", "tp"), [(2, 2), (4, 2), pytest.param(4, 4, marks=pytest.mark.slow)]
+)
 def test_first_steps_equal_one_processs(num_ranks: int, tp: int, tmp_path: Path) -> None:
     compare(train(tmp_path, num_ranks, tp, LAYOUTS[num_ranks, tp]))
 

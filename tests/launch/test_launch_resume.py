@@ -171,7 +171,9 @@ def test_a_step_folder_stands_alone(tmp_path: Path) -> None:
     assert torch.equal(step.decoder()(tokens), open_run(tmp_path / "run").decoder()(tokens))
 
 
-@pytest.mark.parametrize("how", ["SIGTERM", "SIGUSR1", "STOP"])
+@pytest.mark.parametrize(
+    "how", ["SIGTERM", pytest.param("SIGUSR1", marks=pytest.mark.slow), "STOP"]
+)
 def test_asked_to_stop_all_ranks_save_the_same_step(how: str, tmp_path: Path) -> None:
     plain, stopped = tmp_path / "a", tmp_path / "b"
     for folder in (plain, stopped):
