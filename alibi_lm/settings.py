@@ -283,7 +283,8 @@ def to_dict(value: Any) -> Any:
 
 def to_yaml(value: Any) -> str:
     """A dataclass (or nested dict) as YAML that `load_yaml` and `build` read back equal."""
-    return yaml.safe_dump(to_dict(value), sort_keys=False, allow_unicode=True)
+    # Escaped: PyYAML writes some line separators of Unicode raw and reads them as spaces.
+    return yaml.safe_dump(to_dict(value), sort_keys=False, allow_unicode=False)
 
 
 def digest(value: Any) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from alibi_lm.config import Config
@@ -136,6 +136,7 @@ def test_missing_and_undecodable_files_are_named(tmp_path: Path) -> None:
         extra=st.dictionaries(st.text(min_size=1), st.integers() | st.text(), max_size=3),
     )
 )
+@example(outer=Outer("", extra={"\x85": 0, "\u2028": "\u2029é😀"}))
 def test_yaml_round_trip(tmp_path_factory: pytest.TempPathFactory, outer: Outer) -> None:
     path = tmp_path_factory.mktemp("yaml") / "a.yaml"
     path.write_text(to_yaml(outer), encoding="utf-8")
