@@ -189,17 +189,7 @@ def evaluate(step: Step, config: NeedleConfig, *, force: bool = False) -> dict[s
     Raises:
         UserError: as `run_needle`.
     """
-    done = None if force else results.finished(step, NAME, config)
-    if done is not None:
-        results.announce_finished(step, NAME)
-        return done
-    result = run_needle(step, config)
-    for line in needle_lines(result):
-        console.say(line)
-    console.say(result["verdict"]["text"])
-    console.say(result["verdict"]["caveat"])
-    console.say(f"{NAME}: {results.result_path(step, NAME)}")
-    return result
+    return results.once(step, NAME, config, run_needle, needle_lines, force=force)
 
 
 def run_needle(step: Step, config: NeedleConfig, scorer: Scorer | None = None) -> dict[str, Any]:

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from alibi_lm.console import console
 from alibi_lm.data.indexed import TokenFile
 from alibi_lm.data.tokenizer import Tokenizer
 from alibi_lm.errors import CheckpointError, DataError, Problem
@@ -135,17 +134,7 @@ def evaluate(step: Step, config: PerplexityConfig, *, force: bool = False) -> di
     Raises:
         UserError: as `run_perplexity`.
     """
-    done = None if force else results.finished(step, NAME, config)
-    if done is not None:
-        results.announce_finished(step, NAME)
-        return done
-    result = run_perplexity(step, config)
-    for line in perplexity_lines(result):
-        console.say(line)
-    console.say(result["verdict"]["text"])
-    console.say(result["verdict"]["caveat"])
-    console.say(f"{NAME}: {results.result_path(step, NAME)}")
-    return result
+    return results.once(step, NAME, config, run_perplexity, perplexity_lines, force=force)
 
 
 def run_perplexity(

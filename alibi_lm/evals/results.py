@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from alibi_lm import settings
 from alibi_lm.console import console
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 DEFAULT_MULTIPLES = (0.5, 1, 2, 4, 8, 16)
 
 Settings = PerplexityConfig | NeedleConfig
+SomeSettings = TypeVar("SomeSettings", PerplexityConfig, NeedleConfig)
 
 
 def default_lengths(training_length: int) -> list[int]:
@@ -153,3 +154,25 @@ def finished(step: Step, name: str, config: Settings) -> dict[str, Any] | None:
         return None
     same = result.get("inputs") == inputs_of(step, config, open_corpora(step, config))
     return result if same else None
+
+
+def once(
+    step: Step,
+    name: str,
+    config: SomeSettings,
+    run: Callable[[Step, SomeSettings], dict[str, Any]],
+    table: Callable[[dict[str, Any]], Iterable[str]],
+    *,
+    force: bool,
+) -> dict[str, Any]:
+    """Run eval `name` unless it is done already, and say its result in the terminal."""
+    done = None if force else finished(step, name, config)
+    if done is not None:
+        announce_finished(step, name)
+        return done
+    result: dict[str, Any] = run(step, config)
+    verdict = result["verdict"]
+    for line in (*table(result), verdict["text"], verdict["caveat"]):
+        console.say(line)
+    console.say(f"{name}: {result_path(step, name)}")
+    return result

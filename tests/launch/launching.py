@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ import psutil
 
 from alibi_lm.data.indexed import TokenFileWriter
 from alibi_lm.settings import to_yaml
+from alibi_lm.train.environment import free_port
 
 REPOSITORY = Path(__file__).parents[2]
 VOCAB_SIZE = 320
@@ -74,13 +74,6 @@ def command(config: Path, *overrides: str, ranks: int = 2) -> list[str]:
     launcher = str(Path(sys.executable).with_name("deepspeed"))
     port = str(free_port())
     return [sys.executable, launcher, "--num_gpus", str(ranks), "--master_port", port, *script]
-
-
-def free_port() -> int:
-    """A TCP port that nothing listens on at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def environment() -> dict[str, str]:

@@ -13,10 +13,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import REPOSITORY, environment, free_port, metrics, write_config
+from launching import REPOSITORY, environment, metrics, write_config
 
 from alibi_lm.checkpoint.step import open_run
 from alibi_lm.settings import apply_overrides, load_yaml, to_yaml
+from alibi_lm.train.environment import free_port
 
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 
