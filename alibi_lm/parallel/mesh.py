@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from alibi_lm.parallel.layout import Layout
+
 
 @dataclass(frozen=True)
 class Axis:
@@ -25,49 +27,42 @@ ALONE = Axis(0, 1)
 
 @dataclass(frozen=True)
 class Mesh:
-    """Where this rank stands: which slice of the model it holds and which samples it reads.
+    """Where this rank stands: which part of the model it holds and which samples it reads.
 
-    Tensor-parallel ranks are neighbours (ranks 0 to tp - 1 form the first group), because they
-    talk most; ranks that hold the same slice form a data-parallel group.
+    How ranks are numbered: see `Layout`.
     """
 
     tp: Axis
     dp: Axis
+    pp: Axis = ALONE
 
-    def describe(self) -> str:
-        """The layout in a few words."""
-        if self.tp.size == 1:
-            return f"{self.dp.size} ranks"
-        ranks = self.dp.size * self.tp.size
-        return f"{ranks} ranks ({self.dp.size} data-parallel x {self.tp.size} tensor-parallel)"
-
-
-def tensor_parallel_groups(num_ranks: int, tp: int) -> list[list[int]]:
-    """The ranks of every tensor-parallel group."""
-    return [list(range(first, first + tp)) for first in range(0, num_ranks, tp)]
+    @property
+    def layout(self) -> Layout:
+        """The degrees."""
+        return Layout(self.dp.size, self.tp.size, self.pp.size)
 
 
-def data_parallel_groups(num_ranks: int, tp: int) -> list[list[int]]:
-    """The ranks of every data-parallel group."""
-    return [list(range(first, num_ranks, tp)) for first in range(tp)]
+def make_mesh(tp: int, pp: int = 1) -> Mesh:
+    """Make the groups of a run with `tp` tensor-parallel ranks and `pp` stages.
 
-
-def make_mesh(tp: int) -> Mesh:
-    """Make the groups of a run with `tp` tensor-parallel ranks. Every rank calls it.
-
-    `tp` must divide the number of ranks (`rules.layout_problems` says so to the user).
+    Every rank calls it. tp x pp must divide the number of ranks (`rules.layout_problems` says so
+    to the user).
     """
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    assert num_ranks % tp == 0, f"{tp} tensor-parallel ranks do not divide {num_ranks}"
-    if tp == 1:
-        return Mesh(ALONE, Axis(rank, num_ranks))
+    assert num_ranks % (tp * pp) == 0, f"{tp} x {pp} does not divide {num_ranks} ranks"
+    layout = Layout(num_ranks // (tp * pp), tp, pp)
     return Mesh(
-        _axis(rank, tensor_parallel_groups(num_ranks, tp)),
-        _axis(rank, data_parallel_groups(num_ranks, tp)),
+        _axis(rank, layout.tensor_groups()),
+        _axis(rank, layout.data_groups()),
+        _axis(rank, layout.pipeline_groups()),
     )
 
 
 def _axis(rank: int, groups: list[list[int]]) -> Axis:
+    if len(groups[0]) == 1:
+        return ALONE
+    if len(groups) == 1:
+        return Axis(rank, len(groups[0]))
     found = None
     for ranks in groups:
         group = dist.new_group(ranks)  # every rank takes part in making every group

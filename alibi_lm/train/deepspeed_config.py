@@ -180,8 +180,16 @@ def _zero_problems(zero: dict[str, Any]) -> Iterator[Problem]:
 
 
 def stage_problems(config: Config, block: dict[str, Any]) -> Iterator[Problem]:
-    """Whether the ZeRO stage of a valid block goes with the precision."""
+    """Whether the ZeRO stage of a valid block goes with the precision and the pipeline."""
     stage, precision = zero_stage(block), config.train.precision
+    if config.parallel.pp > 1 and stage > 1:
+        yield Problem(
+            "deepspeed.zero_optimization.stage",
+            stage,
+            f"splits gradients, which a pipeline (parallel.pp = {config.parallel.pp}) sums up "
+            "over micro-batches",
+            "use stage 0 or 1, or parallel.pp=1",
+        )
     if stage == 0 and precision != "fp32":
         yield Problem(
             "deepspeed.zero_optimization.stage",

@@ -72,8 +72,9 @@ def read_config(
             problems.extend(stage_problems(config, block))
     if config is not None:
         problems.extend(layout_problems(config, num_ranks))
-        if num_ranks % config.parallel.tp == 0:
-            problems.extend(batch_problems(config, num_ranks // config.parallel.tp))
+        model_ranks = config.parallel.tp * config.parallel.pp
+        if num_ranks % model_ranks == 0:
+            problems.extend(batch_problems(config, num_ranks // model_ranks))
     if problems or config is None or not isinstance(block, dict):
         raise ConfigError(*problems)
     return config, block
@@ -102,7 +103,7 @@ def pretrain(path: str | Path, overrides: Sequence[str], local_rank: int) -> boo
             console.say(f"{run} has done its {done:,} steps already; newest checkpoint: {found[0]}")
             return True
     source = together(lambda: _initial_weights(config, inputs)) if found is None else None
-    mesh = make_mesh(config.parallel.tp)
+    mesh = make_mesh(config.parallel.tp, config.parallel.pp)
     ds_config = deepspeed_config(config, block, mesh.dp.size)
     engine = Engine(config, json.loads(json.dumps(ds_config)), mesh)
     with _held(run):
@@ -173,7 +174,7 @@ def _start_line(
     tokens = train.num_steps * train.global_batch_size * train.sequence_length
     epochs = tokens / sum(file.num_tokens for file in inputs.corpora)
     return (
-        f"{how}: {num_parameters(config.model):,} parameters, {engine.mesh.describe()}, "
+        f"{how}: {num_parameters(config.model):,} parameters, {engine.mesh.layout.describe()}, "
         f"ZeRO stage {engine.stage}, {train.precision}, {tokens:,} training tokens in all "
         f"({epochs:.2f} epochs of the corpora)"
     )

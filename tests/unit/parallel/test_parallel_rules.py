@@ -12,13 +12,16 @@ from alibi_lm.settings import to_yaml
 from alibi_lm.train.pretrain import read_config
 
 
-def read(folder: Path, num_ranks: int, parallel: dict[str, int], **model: Any) -> None:
+def read(
+    folder: Path, num_ranks: int, parallel: dict[str, int], stage: int = 1, **model: Any
+) -> None:
     raw = {
         "run": {"dir": "none"},
-        "model": {"num_heads": 12, "hidden_size": 48} | model,
+        "model": {"num_layers": 12, "num_heads": 12, "hidden_size": 48} | model,
         "data": {"corpora": [{"prefix": "none"}]},
         "train": {"micro_batch_size": 2, "global_batch_size": 8, "precision": "fp32"},
         "parallel": parallel,
+        "deepspeed": {"zero_optimization": {"stage": stage}},
     }
     path = folder / "config.yaml"
     path.write_text(to_yaml(raw), encoding="utf-8")
@@ -35,7 +38,7 @@ def test_layouts_that_fit_are_taken(tp: int, kv_heads: int, tmp_path: Path) -> N
     [
         (8, 8, 12, ["parallel.tp = 8: does not divide model.num_heads = 12"]),
         (4, 4, 6, ["parallel.tp = 4: neither divides model.num_kv_heads = 6 nor is a multiple"]),
-        (6, 4, 4, ["parallel.tp = 4: does not divide the 6 ranks"]),
+        (6, 4, 4, ["parallel = tp 4 x pp 1: does not divide the 6 ranks"]),
         (12, 8, 12, ["does not divide model.num_heads", "does not divide the 12 ranks"]),
         (15, 5, 12, ["does not divide model.num_heads", "is no multiple of train.micro_batch_size = 2 x 3"]),  # noqa: E501
         (4, 0, 12, ["parallel.tp = 0: is not positive"]),
@@ -51,5 +54,10 @@ def test_layouts_that_do_not_are_refused(
 
 
 def test_a_pipeline_is_refused_along_with_the_rest(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"parallel\.pp = 2"):
-        read(tmp_path, 4, {"tp": 2, "pp": 2})
+    with pytest.raises(ConfigError) as caught:
+        read(tmp_path, 4, {"tp": 5, "pp": 13}, stage=2)
+    for part in ("deepspeed.zero_optimization.stage = 2: ",
+                 "parallel.pp = 13: is more than model.num_layers = 12",
+                 "parallel.tp = 5: does not divide model.num_heads = 12",
+                 "parallel = tp 5 x pp 13: does not divide the 4 ranks"):  # fmt: skip
+        assert part in str(caught.value)

@@ -17,7 +17,7 @@ from alibi_lm.errors import CheckpointError
 from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.decoder import Decoder
 from alibi_lm.model.initial import initial_value
-from alibi_lm.parallel.mesh import Axis, data_parallel_groups, tensor_parallel_groups
+from alibi_lm.parallel.mesh import Axis
 from alibi_lm.parallel.shard import Interval, Run, Shard, shard_of
 
 
@@ -124,11 +124,6 @@ def test_column_slices_that_do_not_cover_once_are_refused(
     meta = {"parameters": {"a": [5, 12]}, "shards": ["one.safetensors"]}
     with pytest.raises(CheckpointError, match="a: param has elements up to"):
         FragmentReader(tmp_path, meta)
-
-
-def test_groups_have_neighbours_share_a_model() -> None:
-    assert tensor_parallel_groups(8, 2) == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert data_parallel_groups(8, 2) == [[0, 2, 4, 6], [1, 3, 5, 7]]
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4, 8])
