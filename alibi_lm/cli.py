@@ -229,18 +229,23 @@ def report(run: Path) -> None:
 
 @main.group()
 def checkpoint() -> None:
-    """Look at a run's checkpoints."""
+    """Look at a run's checkpoints, or rewrite one."""
 
 
 @checkpoint.command("list")
 @RUN
 def list_checkpoints(run: Path) -> None:
-    """The complete checkpoints of RUN."""
-    from alibi_lm.checkpoint.folder import read_meta, resolve_step, step_folders
+    """The complete checkpoints of RUN (or the step folder RUN); says which are damaged at sight."""
+    from alibi_lm.checkpoint.folder import folders_meant, read_meta
+    from alibi_lm.errors import CheckpointError, Problem
 
-    resolve_step(run)
-    for folder in step_folders(run):
-        meta = read_meta(folder)
+    problems: list[Problem] = []
+    for folder in folders_meant(run):
+        try:
+            meta = read_meta(folder)
+        except CheckpointError as error:
+            problems.extend(error.problems)
+            continue
         size = sum(facts["bytes"] for facts in meta["files"].values()) / 2**20
         layout = meta["layout"]
         console.say(
@@ -248,25 +253,54 @@ def list_checkpoints(run: Path) -> None:
             f"{layout['world_size']} ranks, tp {layout.get('tp', 1)}, ZeRO {layout['zero_stage']}  "
             f"{meta['saved_at']}"
         )
+    if problems:
+        raise CheckpointError(*problems)
 
 
 @checkpoint.command("verify")
 @RUN
 def verify_checkpoints(run: Path) -> None:
     """Compare every file of RUN's checkpoints (or of one step folder) with its sha256."""
-    from alibi_lm.checkpoint.folder import resolve_step, step_folders, verify
+    from alibi_lm.checkpoint.folder import latest_problem, verify_all
     from alibi_lm.errors import CheckpointError, Problem
 
     problems: list[Problem] = []
-    newest = resolve_step(run)
-    for folder in [newest] if newest == run else step_folders(run):
-        try:
-            verify(folder)
+    folders: list[Path] = []
+    good: list[Path] = []
+    for folder, found in verify_all(run):
+        folders.append(folder)
+        problems.extend(found)
+        if not found:
+            good.append(folder)
             console.say(f"{folder.name}  good")
-        except CheckpointError as error:
-            problems.extend(error.problems)
+    stale = latest_problem(run, *good[-1:], folders[-1]) if folders != [run] else None
+    if stale is not None:
+        console.warn(str(stale))
     if problems:
         raise CheckpointError(*problems)
+
+
+@checkpoint.command("convert")
+@RUN
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option(
+    "--shards",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Files that the tensors are divided over.",
+)
+@click.option("--weights-only", is_flag=True, help="Leave the optimizer's state out.")
+def convert_checkpoint(run: Path, out: Path, shards: int, weights_only: bool) -> None:
+    """Write RUN's newest checkpoint (or a step folder) as the step folder OUT.
+
+    A run does not need this to change its layout. OUT stands alone, has the same tensors bit by
+    bit in --shards files, and can be used wherever a step folder can.
+    """
+    from alibi_lm.checkpoint.convert import convert
+
+    written = convert(run, out, num_shards=shards, weights_only=weights_only)
+    console.say(f"checkpoint {written}")
 
 
 @main.group()

@@ -36,7 +36,12 @@ def write_text(path: Path, text: str) -> None:
 
 def write_json(path: Path, value: Any) -> None:
     """Atomically replace `path` by `value` as indented JSON; NaN and infinity are refused."""
-    write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+    write_text(path, json_text(value))
+
+
+def json_text(value: Any) -> str:
+    """A value as indented JSON; NaN and infinity are refused."""
+    return json.dumps(value, indent=2, allow_nan=False) + "\n"
 
 
 def sync(path: Path) -> None:
@@ -52,3 +57,8 @@ def sha256(path: Path) -> str:
     """Hex SHA-256 of a file's bytes, read in pieces."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sha256_of_text(text: str) -> str:
+    """Hex SHA-256 of a text in UTF-8."""
+    return hashlib.sha256(text.encode()).hexdigest()

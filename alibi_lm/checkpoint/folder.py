@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from alibi_lm.console import console
 from alibi_lm.errors import CheckpointError, Problem
-from alibi_lm.files import sha256
+from alibi_lm.files import json_text, sha256, sha256_of_text, write_text
 
 CHECKPOINTS = "checkpoints"
 LATEST = "latest"
 META = "meta.json"
 CONFIG = "config.yaml"
 TOKENIZER = "tokenizer"
-FORMAT = 2
-READABLE = (1, 2)
+FORMAT = 3
+"""What this version writes. 2: strided fragments; 3: meta.json holds a digest of itself."""
+READABLE = (1, 2, 3)
 """Formats that this version reads."""
+DIGEST = "sha256"
+"""The key of meta.json's own digest, the last one."""
+_SIGNED_SINCE = 3
 _STEP = re.compile(r"^step_(\d{8,})$")
 
 
@@ -38,25 +43,71 @@ def step_folders(run: Path) -> list[Path]:
     return [path for _, path in sorted(found)]
 
 
+def incomplete_folders(run: Path) -> list[Path]:
+    """Folders with a step's name that lack their meta.json, oldest first.
+
+    A checkpoint gets its name when it is whole, so these have been damaged since.
+    """
+    folders = (path for path in (run / CHECKPOINTS).glob("step_*") if _STEP.match(path.name))
+    lacking = (path for path in folders if path.is_dir() and not (path / META).is_file())
+    return sorted(lacking, key=_number)
+
+
+def every_step_folder(run: Path) -> list[Path]:
+    """The checkpoints of a run, whole or not, oldest first."""
+    return sorted([*step_folders(run), *incomplete_folders(run)], key=_number)
+
+
+def _number(folder: Path) -> int:
+    return int(folder.name.removeprefix("step_"))
+
+
+def step_number(folder: Path) -> int | None:
+    """The step that a folder's name says, if it is a step folder's name."""
+    match = _STEP.match(folder.name)
+    return None if match is None else int(match.group(1))
+
+
+def write_meta(step_folder: Path, meta: Mapping[str, Any]) -> None:
+    """Write meta.json, the last file of a checkpoint, with a digest of itself.
+
+    `format` is set to this version's.
+    """
+    content = {"format": FORMAT} | {key: meta[key] for key in meta if key != "format"}
+    write_text(step_folder / META, _meta_text(content))
+
+
+def _meta_text(content: Mapping[str, Any]) -> str:
+    """The one way to write this content, with its digest; any other text is damaged."""
+    return json_text({**content, DIGEST: sha256_of_text(json_text(content))})
+
+
 def read_meta(step_folder: Path) -> dict[str, Any]:
     """The meta.json of a checkpoint.
 
     Raises:
-        CheckpointError: it is missing, cut short, or of a newer format.
+        CheckpointError: it is missing, damaged, or of a newer format.
     """
     path = step_folder / META
     fix = "choose another step, or restore the file"
     try:
-        meta = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_bytes().decode()
+        meta = json.loads(text)
     except FileNotFoundError:
-        raise CheckpointError(Problem(str(path), None, "is missing", fix)) from None
-    except (UnicodeDecodeError, json.JSONDecodeError):
+        rule = "is missing, so this is no complete checkpoint"
+        raise CheckpointError(Problem(str(path), None, rule, fix)) from None
+    except ValueError:
         raise CheckpointError(Problem(str(path), None, "is damaged", fix)) from None
     if not isinstance(meta, dict) or not _is_whole(meta, step_folder.name):
         raise CheckpointError(Problem(str(path), None, "is damaged", fix))
-    if meta.get("format") not in READABLE:
-        rule = f"is of checkpoint format {meta.get('format')}; this version reads {READABLE}"
+    digest = meta.pop(DIGEST, None)
+    if meta["format"] not in READABLE:
+        rule = f"is of checkpoint format {meta['format']}; this version reads {READABLE}"
         raise CheckpointError(Problem(str(path), None, rule, "use the version that wrote it"))
+    # Formats 1 and 2 have no digest; one beside such a number is of a flipped bit in it.
+    signed = meta["format"] >= _SIGNED_SINCE
+    if signed != (digest is not None) or (signed and text != _meta_text(meta)):
+        raise CheckpointError(Problem(str(path), None, "does not match its own sha256", fix))
     return meta
 
 
@@ -65,11 +116,12 @@ def _is_whole(meta: dict[str, Any], folder_name: str) -> bool:
     files = meta.get("files")
     if not isinstance(files, dict) or not isinstance(meta.get("step"), int):
         return False
+    if not isinstance(meta.get("format"), int):
+        return False
     if not all(isinstance(facts, dict) and {"bytes", "sha256"} <= facts.keys()
                for facts in files.values()):  # fmt: skip
         return False
-    match = _STEP.match(folder_name)
-    return match is None or int(match.group(1)) == meta["step"]
+    return step_number(Path(folder_name)) in (None, meta["step"])
 
 
 def damage(
@@ -121,4 +173,48 @@ def resolve_step(path: Path) -> Path:
         else:
             rule, fix = "holds no complete checkpoint", "train first, or check the path"
         raise CheckpointError(Problem(str(path), None, rule, fix))
+    for folder in incomplete_folders(path):
+        if _number(folder) > _number(folders[-1]):
+            console.warn(f"damaged checkpoint: {folder / META} is missing; using an older step")
     return folders[-1]
+
+
+def folders_meant(path: Path) -> list[Path]:
+    """Every step folder, whole or not, of a run folder, oldest first; or the step folder given.
+
+    Raises:
+        CheckpointError: there is no such folder, or no checkpoint in it.
+    """
+    if (path / META).is_file() or (_STEP.match(path.name) and path.is_dir()):
+        return [path]
+    return every_step_folder(path) or [resolve_step(path)]
+
+
+def verify_all(path: Path) -> Iterator[tuple[Path, list[Problem]]]:
+    """Each step folder of a run (or the one given) with what is damaged in it.
+
+    Raises:
+        CheckpointError: there is no such folder, or no checkpoint in it.
+    """
+    for folder in folders_meant(path):
+        try:
+            yield folder, list(damage(folder, read_meta(folder)))
+        except CheckpointError as error:
+            yield folder, list(error.problems)
+
+
+def latest_problem(run: Path, *expected: Path) -> Problem | None:
+    """What is wrong with `latest` unless it names one of the expected step folders.
+
+    Nothing is chosen by it, so nothing is lost with it; a kill between the end of a save and its
+    writing leaves it one save behind.
+    """
+    path = run / CHECKPOINTS / LATEST
+    names = [folder.name for folder in expected]
+    try:
+        wrong = path.read_bytes() not in [f"{name}\n".encode() for name in names]
+        rule = f"does not name {' or '.join(dict.fromkeys(names))} (damage, or a kill in a save)"
+    except FileNotFoundError:
+        wrong, rule = True, "is missing"
+    fix = "nothing to do: steps are found without it, and the next save writes it"
+    return Problem(str(path), None, rule, fix) if wrong else None

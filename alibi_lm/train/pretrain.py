@@ -122,7 +122,12 @@ def _held(run: Path) -> Iterator[None]:
     with ExitStack() as stack:
         hold = alone(run, CheckpointError) if rank() == 0 else nullcontext()
         together(lambda: stack.enter_context(hold))
-        yield
+        try:
+            yield
+        except OSError as error:
+            # Of a failed write to an open file, the system does not say which file it was.
+            error.filename = error.filename or str(run)
+            raise
 
 
 def _initial_weights(config: Config, inputs: Inputs) -> Path | None:

@@ -6,7 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from alibi_lm.checkpoint.folder import CHECKPOINTS, CONFIG, damage, read_meta, step_folders
+from alibi_lm.checkpoint.folder import (
+    CHECKPOINTS,
+    CONFIG,
+    damage,
+    every_step_folder,
+    latest_problem,
+    read_meta,
+)
 from alibi_lm.config import Config, load_config
 from alibi_lm.console import console
 from alibi_lm.errors import CheckpointError, ConfigError, Problem
@@ -68,7 +75,8 @@ def find_checkpoint(run: Path) -> tuple[Path, dict[str, Any]] | None:
         CheckpointError: on every rank, if there are checkpoints but none is whole.
     """
     damaged: list[Problem] = []
-    for folder in reversed(gather(step_folders(run))[0]):
+    folders = gather(every_step_folder(run))[0]
+    for folder in reversed(folders):
         problems: list[Problem] = []
         meta: dict[str, Any] = {}
         try:
@@ -78,17 +86,16 @@ def find_checkpoint(run: Path) -> tuple[Path, dict[str, Any]] | None:
             problems.extend(error.problems)
         found = list(dict.fromkeys(problem for part in gather(problems) for problem in part))
         if not found:
+            if (stale := latest_problem(run, folder, folders[-1])) is not None:
+                console.warn(str(stale))
             return folder, meta
         for problem in found:
             console.warn(f"damaged checkpoint: {problem}")
         damaged.extend(found)
     if damaged:
-        raise CheckpointError(*damaged)
-    incomplete = sorted(str(path) for path in (run / CHECKPOINTS).glob("step_*"))
-    if incomplete:
-        rule = "is no complete checkpoint (no meta.json), and the run has no other"
-        fix = "restore it, or move it away to start from the beginning"
-        raise CheckpointError(Problem(incomplete[-1], None, rule, fix))
+        rule = "holds no undamaged checkpoint"
+        fix = "restore a file, or move the folder away to start from the beginning"
+        raise CheckpointError(*damaged, Problem(str(run / CHECKPOINTS), None, rule, fix))
     return None
 
 
@@ -102,6 +109,9 @@ def check_resumable(
     """
     old = load_config(folder / CONFIG)
     problems = [*config_problems(old, config), *data_problems(meta, data)]
+    if meta.get("weights_only"):
+        rule, fix = "holds no optimizer state to go on from", "give it to train.init_from instead"
+        problems.append(Problem(str(folder), None, rule, fix))
     if int(meta["step"]) > config.train.num_steps:
         rule = f"the run has already done {meta['step']} steps"
         problems.append(

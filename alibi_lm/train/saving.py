@@ -18,19 +18,18 @@ from alibi_lm import __version__
 from alibi_lm.checkpoint.folder import (
     CHECKPOINTS,
     CONFIG,
-    FORMAT,
     LATEST,
-    META,
     TOKENIZER,
     step_folders,
     step_name,
+    write_meta,
 )
 from alibi_lm.checkpoint.fragments import fragment_key
 from alibi_lm.checkpoint.tensor_file import save_tensors
 from alibi_lm.config import Config
 from alibi_lm.data.tokenizer import Tokenizer
 from alibi_lm.errors import CheckpointError, NotFiniteError, Problem
-from alibi_lm.files import sha256, sync, write_json, write_text
+from alibi_lm.files import sha256, sync, write_text
 from alibi_lm.settings import to_yaml
 from alibi_lm.train import state
 from alibi_lm.train.distributed import gather, raise_together, rank, world_size
@@ -56,25 +55,35 @@ def save(
     partial = root / f"{_PARTIAL}{step_name(step)}"
     final = root / step_name(step)
     _check_space(engine, root)
-    _on_rank_0(lambda: _start(partial, config, tokenizer), partial)
-    shard = f"shard_{rank():05d}.safetensors"
-    own, error = [], None
     try:
-        _write_shard(engine, partial / shard)
-        own = [shard]
-    except (OSError, SafetensorError) as failure:
-        error = _write_problem(partial / shard, failure)
-    try:
-        raise_together(error)
+        _on_rank_0(lambda: _start(partial, config, tokenizer), partial)
+        files = _write_files(engine, partial)
+        meta = _meta(engine, step, facts, files)
+        _on_rank_0(lambda: _finish(partial, final, meta), partial)
     except CheckpointError:
         _on_rank_0(lambda: shutil.rmtree(partial, ignore_errors=True), partial)
         raise
-    names = own if rank() else own + _small_files(partial)
-    listed = gather({name: _file_facts(partial / name) for name in names})
-    files = {name: entry for part in listed for name, entry in part.items()}
-    meta = _meta(engine, step, facts, files)
-    _on_rank_0(lambda: _finish(partial, final, meta), partial)
     return final
+
+
+def _write_files(engine: Engine, partial: Path) -> dict[str, Any]:
+    """Write every rank's shard; size and sha256 of all files of the checkpoint, by name."""
+    shard = f"shard_{rank():05d}.safetensors"
+    error = None
+    try:
+        _write_shard(engine, partial / shard)
+    except (OSError, SafetensorError) as failure:
+        error = _write_problem(partial / shard, failure)
+    # No rank looks for files while another still has temporary ones.
+    raise_together(error)
+    facts: dict[str, Any] = {}
+    try:
+        names = [shard] if rank() else [shard, *_small_files(partial)]
+        facts = {name: _file_facts(partial / name) for name in names}
+    except OSError as failure:
+        error = _write_problem(partial, failure)
+    raise_together(error)
+    return {name: entry for part in gather(facts) for name, entry in part.items()}
 
 
 def _on_rank_0(action: Any, path: Path) -> None:
@@ -117,7 +126,10 @@ def _check_space(engine: Engine, root: Path) -> None:
         root.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(root).free
         if free < needed * 1.02 + 2**20:
-            rule = f"has {free / 2**20:,.0f} MiB free; a checkpoint needs {needed / 2**20:,.0f}"
+            mib = (
+                f"{free / 2**20:,.1f} MiB free; a checkpoint needs {needed * 1.02 / 2**20 + 1:,.1f}"
+            )
+            rule = f"has {mib}"
             fix = "make room or move run.dir; earlier checkpoints are untouched"
             error = CheckpointError(Problem(str(root), None, rule, fix))
     raise_together(error)
@@ -162,7 +174,6 @@ def _meta(
     engine: Engine, step: int, facts: Mapping[str, Any], files: Mapping[str, Any]
 ) -> dict[str, Any]:
     return {
-        "format": FORMAT,
         "step": step,
         **facts,
         "optimizer_updates": state.num_updates(engine.deepspeed, engine.mesh),
@@ -187,7 +198,7 @@ def _meta(
 
 
 def _finish(partial: Path, final: Path, meta: dict[str, Any]) -> None:
-    write_json(partial / META, meta)
+    write_meta(partial, meta)
     for folder in (partial / TOKENIZER, partial):
         if folder.is_dir():
             sync(folder)

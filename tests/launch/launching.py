@@ -66,9 +66,12 @@ def write_config(folder: Path, **train: Any) -> Path:
     return path
 
 
-def command(config: Path, *overrides: str, ranks: int = 2) -> list[str]:
+PRETRAIN = REPOSITORY / "launch" / "pretrain.py"
+
+
+def command(config: Path, *overrides: str, ranks: int = 2, program: Path = PRETRAIN) -> list[str]:
     """The command line that starts `ranks` ranks."""
-    script = [str(REPOSITORY / "launch" / "pretrain.py"), str(config), *overrides]
+    script = [str(program), str(config), *overrides]
     if ranks == 0:
         return [sys.executable, *script]
     launcher = str(Path(sys.executable).with_name("deepspeed"))
@@ -112,13 +115,23 @@ def ranks_of(process: subprocess.Popen[str]) -> list[int]:
     return [found[rank] for rank in sorted(found)]
 
 
+def launcher_of(ranks: list[int]) -> int:
+    """Process id of the node's launcher, `python -m deepspeed.launcher.launch`."""
+    parent = psutil.Process(ranks[0]).parent()
+    assert parent is not None
+    assert "deepspeed.launcher.launch" in parent.cmdline()
+    return parent.pid
+
+
 def launch_and(
     config: Path,
     *overrides: str,
     when: Callable[[], bool],
     then: Callable[[list[int]], None] | None,
+    ranks: int = 2,
+    program: Path = PRETRAIN,
 ) -> tuple[int, str]:
-    """Start 2 ranks and, as soon as `when` is true, call `then` with the ranks' process ids.
+    """Start ranks and, as soon as `when` is true, call `then` with the ranks' process ids.
 
     Without a `then`, launcher and ranks are killed at once by SIGKILL.
 
@@ -126,7 +139,7 @@ def launch_and(
         The exit code and what was printed.
     """
     process = subprocess.Popen(
-        command(config, *overrides),
+        command(config, *overrides, ranks=ranks, program=program),
         env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -1,73 +1,16 @@
 """Stopping and going on: kills, layout changes, damage, what may change."""
 
 import json
-import os
-import random
 import shutil
-import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from launching import error_lines, launch, launch_and, launch_and_kill, metrics, write_config
+from comparing import assert_same_states, curve
+from launching import error_lines, launch, metrics, write_config
 
 from alibi_lm.checkpoint.folder import step_folders
 from alibi_lm.checkpoint.step import open_run
-
-
-def assert_same_states(one: Path, other: Path, tolerance: float) -> None:
-    """Weights and both moments of the newest steps; tolerance 0 asks for equal bits."""
-    first, second = open_run(one), open_run(other)
-    assert first.step == second.step
-    with first.reader() as a, second.reader() as b:
-        assert a.shapes == b.shapes
-        assert a.kinds == b.kinds == ("param", "exp_avg", "exp_avg_sq")
-        for kind in a.kinds:
-            for name, tensor in a.tensors(kind):
-                if tolerance == 0:
-                    assert torch.equal(tensor, b.tensor(name, kind)), (name, kind)
-                else:
-                    torch.testing.assert_close(b.tensor(name, kind), tensor, atol=tolerance, rtol=0)
-
-
-def curve(run: Path) -> list[tuple[int, float, float]]:
-    return [(line["step"], line["loss"], line["grad_norm"]) for line in metrics(run)]
-
-
-def reaches(run: Path, more_steps: int) -> Callable[[], bool]:
-    """Whether a run has gone this many steps beyond where it is now."""
-    target = max((line["step"] for line in metrics(run)), default=0) + more_steps
-    return lambda: max((line["step"] for line in metrics(run)), default=0) >= target
-
-
-def test_five_kills_end_in_the_same_bits(tmp_path: Path) -> None:
-    num_steps, chooser = 40, random.Random(20)
-    settings = {"num_steps": num_steps, "checkpoint_interval": 5, "keep_last": 20}
-    undisturbed, killed = tmp_path / "a", tmp_path / "b"
-    for folder in (undisturbed, killed):
-        folder.mkdir()
-    launch(write_config(undisturbed, **settings))
-    config, run = write_config(killed, **settings), killed / "run"
-    partial_files: list[str] = []
-
-    def while_saving() -> bool:
-        found = list((run / "checkpoints").glob(".partial_step_*/*"))
-        partial_files.extend(path.name for path in found)
-        return bool(found) and len(step_folders(run)) >= 1
-
-    launch_and_kill(config, when=while_saving)
-    assert partial_files
-    for _ in range(4):
-        launch_and_kill(config, when=reaches(run, chooser.randint(1, 6)))
-    last = launch(config)
-    assert "resume" in last.stdout
-    assert curve(run) == curve(undisturbed / "run")
-    assert [step for step, _, _ in curve(run)] == list(range(1, num_steps + 1))
-    assert_same_states(undisturbed / "run", run, tolerance=0)
-    meta = open_run(run).meta
-    assert meta["consumed_samples"] == num_steps * 8
-    assert not list((run / "checkpoints").glob(".partial*"))
 
 
 def test_layout_changes_on_resume_and_the_run_says_when_it_is_done(tmp_path: Path) -> None:
@@ -169,34 +112,6 @@ def test_a_step_folder_stands_alone(tmp_path: Path) -> None:
     assert json.loads((moved / "meta.json").read_text())["step"] == 10
     tokens = torch.arange(4, 20)[None]
     assert torch.equal(step.decoder()(tokens), open_run(tmp_path / "run").decoder()(tokens))
-
-
-@pytest.mark.parametrize(
-    "how", ["SIGTERM", pytest.param("SIGUSR1", marks=pytest.mark.slow), "STOP"]
-)
-def test_asked_to_stop_all_ranks_save_the_same_step(how: str, tmp_path: Path) -> None:
-    plain, stopped = tmp_path / "a", tmp_path / "b"
-    for folder in (plain, stopped):
-        folder.mkdir()
-    settings = {"num_steps": 400, "checkpoint_interval": 1000}
-    config, run = write_config(stopped, **settings), stopped / "run"
-    code, output = launch_and(config, when=reaches(run, 3), then=lambda pids: ask(how, run, pids))
-    assert code == 4, output
-    assert "stopped by" in output
-    step = open_run(run).step
-    assert 3 <= step < 400
-    assert not (run / "STOP").exists()
-    launch(config, f"train.num_steps={step + 3}")
-    launch(write_config(plain, **settings), f"train.num_steps={step + 3}")
-    assert curve(run) == curve(plain / "run")
-    assert_same_states(plain / "run", run, tolerance=0)
-
-
-def ask(how: str, run: Path, pids: list[int]) -> None:
-    if how == "STOP":
-        (run / "STOP").touch()
-    else:
-        os.kill(pids[-1], getattr(signal, how))
 
 
 def test_a_time_limit_saves_and_stops(tmp_path: Path) -> None:

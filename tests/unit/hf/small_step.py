@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import save_file
 from sentencepiece import SentencePieceTrainer
 
-from alibi_lm.checkpoint.folder import FORMAT
+from alibi_lm.checkpoint.folder import write_meta
 from alibi_lm.checkpoint.fragments import fragment_key
 from alibi_lm.checkpoint.step import Step, open_run
 from alibi_lm.config import Config
 from alibi_lm.data.indexed import TokenFileWriter
 from alibi_lm.data.tokenizer import load_tokenizer
-from alibi_lm.files import sha256, write_json, write_text
+from alibi_lm.files import sha256, write_text
 from alibi_lm.model.decoder import Decoder
 from alibi_lm.settings import build, to_yaml
 
@@ -51,10 +51,9 @@ def write_step(folder: Path, model: dict[str, Any], **data: Any) -> Step:
         path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)}
         for path in step_folder.iterdir()
     }
-    write_json(
-        step_folder / "meta.json",
+    write_meta(
+        step_folder,
         {
-            "format": FORMAT,
             "step": 7,
             "tokens": 7 * 8 * LENGTH,
             "parameters": {name: list(t.shape) for name, t in weights.items()},
