@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from alibi_lm.checkpoint.folder import (
-    META,
     damage,
     read_meta,
     resolve_step,
@@ -27,11 +26,11 @@ from alibi_lm.checkpoint.folder import (
 )
 from alibi_lm.checkpoint.fragments import KINDS, PARAM, FragmentReader, fragment_key
 from alibi_lm.errors import CheckpointError, Problem
-from alibi_lm.files import sha256, sync
+from alibi_lm.files import sync
 from alibi_lm.locking import alone
 from alibi_lm.parallel.shard import Run
 
-_AT_ONCE = 1 << 20
+_AT_ONCE = 1 << 18
 """Elements that are in memory at a time."""
 
 

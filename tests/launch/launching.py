@@ -105,10 +105,10 @@ def launch_and_kill(config: Path, *overrides: str, when: Callable[[], bool]) -> 
     launch_and(config, *overrides, when=when, then=None)
 
 
-def ranks_of(process: subprocess.Popen[str]) -> list[int]:
+def ranks_of(launcher: int) -> list[int]:
     """Process ids of the ranks that a launcher started, in order of their rank."""
     found = {}
-    for child in psutil.Process(process.pid).children(recursive=True):
+    for child in psutil.Process(launcher).children(recursive=True):
         line = child.cmdline()
         if any(part.startswith("--local_rank=") for part in line) and "-m" not in line:
             found[child.environ()["RANK"]] = child.pid
@@ -153,7 +153,7 @@ def launch_and(
             assert time.monotonic() < give_up, "the moment to kill never came"
             time.sleep(0.0005)
         if then is not None:
-            then(ranks_of(process))
+            then(ranks_of(process.pid))
             output = process.communicate(timeout=600)[0]
             return process.returncode, output
     finally:

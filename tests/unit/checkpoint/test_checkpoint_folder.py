@@ -5,8 +5,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
-from alibi_lm.checkpoint.folder import damage, read_meta, resolve_step, step_folders, verify
+from alibi_lm.checkpoint.folder import (
+    damage,
+    read_meta,
+    resolve_step,
+    step_folders,
+    verify,
+    write_meta,
+)
+from alibi_lm.cli import main
 from alibi_lm.errors import CheckpointError
 from alibi_lm.files import sha256
 from alibi_lm.train.saving import remove_old
@@ -80,6 +89,96 @@ def test_retention_never_deletes_the_newest_for_a_damaged_future(tmp_path: Path)
     removed = remove_old(tmp_path, newest=8, keep_last=1, keep_every=4)
     assert [int(folder.name[5:]) for folder in removed] == [2, 6]
     assert [int(folder.name[5:]) for folder in step_folders(tmp_path)] == [4, 8, 100]
+
+
+def signed(run: Path, step: int) -> Path:
+    """A checkpoint of the current format, with what `checkpoint list` shows."""
+    folder = make(run, step)
+    meta = json.loads((folder / "meta.json").read_text())
+    facts = {
+        "tokens": 8 * step, "saved_at": "2026-01-01T00:00:00Z", "loss_scaler": {"cur_scale": 0.1},
+        "layout": {"world_size": 2, "tp": 1, "zero_stage": 1},
+    }  # fmt: skip
+    write_meta(folder, meta | facts)
+    return folder
+
+
+def test_any_flipped_bit_or_missing_end_of_meta_is_found(tmp_path: Path) -> None:
+    folder = signed(tmp_path, 1)
+    path = folder / "meta.json"
+    content = path.read_bytes()
+    assert read_meta(folder)["format"] == 3
+    assert verify(folder)["loss_scaler"] == {"cur_scale": 0.1}
+    for bit in range(8 * len(content)):
+        changed = bytearray(content)
+        changed[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(changed)
+        with pytest.raises(CheckpointError, match=r"meta\.json"):
+            read_meta(folder)
+    for length in range(len(content)):
+        path.write_bytes(content[:length])
+        with pytest.raises(CheckpointError, match=r"meta\.json"):
+            read_meta(folder)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_checkpoints_from_before_the_digest_stay_readable(number: int, tmp_path: Path) -> None:
+    folder = make(tmp_path, 1)
+    meta = json.loads((folder / "meta.json").read_text()) | {"format": number}
+    (folder / "meta.json").write_text(json.dumps(meta))
+    assert verify(folder) == meta
+
+
+def said(*arguments: str | Path) -> tuple[int, str]:
+    """Exit code and output of `alibi-lm checkpoint ...`."""
+    done = CliRunner().invoke(main, ["checkpoint", *map(str, arguments)])
+    return done.exit_code, done.output
+
+
+def test_list_and_verify_name_everything_that_is_damaged(tmp_path: Path) -> None:
+    folders = [signed(tmp_path, step) for step in (1, 2, 3, 4, 5)]
+    latest = tmp_path / "checkpoints/latest"
+    latest.write_text("step_00000005\n")
+    assert said("verify", tmp_path) == (0, "".join(f"{f.name}  good\n" for f in folders))
+    assert said("verify", folders[1]) == (0, "step_00000002  good\n")
+    code, listed = said("list", tmp_path)
+    assert code == 0
+    assert [line.split()[0] for line in listed.splitlines()] == [f.name for f in folders]
+    assert said("list", folders[1])[1].startswith("step_00000002  step 2  16 tokens")
+
+    (folders[1] / "meta.json").unlink()
+    (folders[2] / "meta.json").write_text("{}")
+    (folders[3] / "config.yaml").unlink()
+    (folders[3] / "shard_00000.safetensors").write_bytes(b"")
+    latest.unlink()
+    code, text = said("verify", tmp_path)
+    assert code == 2
+    assert "step_00000001  good" in text
+    assert "step_00000005  good" in text
+    for part in (
+        f"{folders[1]}/meta.json: is missing",
+        f"{folders[2]}/meta.json: is damaged",
+        f"{folders[3]}/config.yaml: is missing",
+        f"{folders[3]}/shard_00000.safetensors: has 0 of 100 bytes",
+        f"{latest}: is missing",
+    ):
+        assert part in text, part
+    code, text = said("list", tmp_path)
+    assert code == 2
+    assert "step_00000004  step 4" in text
+    assert f"{folders[1]}/meta.json" in text
+    assert f"{folders[2]}/meta.json" in text
+    assert said("verify", folders[1])[0] == said("list", folders[2])[0] == 2
+    assert said("verify", folders[0])[0] == 0
+
+
+def test_a_newer_step_without_its_meta_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = [signed(tmp_path, step) for step in (1, 2)]
+    (folders[1] / "meta.json").unlink()
+    assert resolve_step(tmp_path) == folders[0]
+    assert f"{folders[1]}/meta.json is missing" in capsys.readouterr().err
 
 
 def test_a_meta_of_another_step_is_refused(tmp_path: Path) -> None:
