@@ -113,7 +113,10 @@ def pretrain(path: str | Path, overrides: Sequence[str], local_rank: int) -> boo
             engine.load(*found)
         elif source is not None:
             engine.load(source, read_meta(source), weights_only=True)
-        return _train(engine, inputs, config, found)
+        finished = _train(engine, inputs, config, found)
+    # A launcher ends the other ranks when one leaves with another code than 0; mpirun, at once.
+    dist.barrier()
+    return finished
 
 
 @contextmanager

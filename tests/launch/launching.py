@@ -100,11 +100,6 @@ def launch(
     return done
 
 
-def launch_and_kill(config: Path, *overrides: str, when: Callable[[], bool]) -> None:
-    """Start 2 ranks and SIGKILL launcher and ranks at once, as soon as `when` is true."""
-    launch_and(config, *overrides, when=when, then=None)
-
-
 def ranks_of(launcher: int) -> list[int]:
     """Process ids of the ranks that a launcher started, in order of their rank."""
     found = {}
@@ -127,20 +122,33 @@ def launch_and(
     config: Path,
     *overrides: str,
     when: Callable[[], bool],
-    then: Callable[[list[int]], None] | None,
+    then: Callable[[list[int]], None],
     ranks: int = 2,
     program: Path = PRETRAIN,
 ) -> tuple[int, str]:
     """Start ranks and, as soon as `when` is true, call `then` with the ranks' process ids.
 
-    Without a `then`, launcher and ranks are killed at once by SIGKILL.
+    Returns:
+        The exit code and what was printed.
+    """
+    line = command(config, *overrides, ranks=ranks, program=program)
+    return run_until(line, environment(), when, lambda pid: then(ranks_of(pid)))
+
+
+def run_until(
+    line: list[str],
+    variables: dict[str, str],
+    when: Callable[[], bool],
+    then: Callable[[int], None],
+) -> tuple[int, str]:
+    """Start a command and, as soon as `when` is true, call `then` with its process id.
 
     Returns:
         The exit code and what was printed.
     """
     process = subprocess.Popen(
-        command(config, *overrides, ranks=ranks, program=program),
-        env=environment(),
+        line,
+        env=variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -149,17 +157,15 @@ def launch_and(
     give_up = time.monotonic() + 600
     try:
         while not when():
-            assert process.poll() is None, f"ended before the kill:\n{process.communicate()[0]}"
-            assert time.monotonic() < give_up, "the moment to kill never came"
+            assert process.poll() is None, f"ended too early:\n{process.communicate()[0]}"
+            assert time.monotonic() < give_up, "the moment never came"
             time.sleep(0.0005)
-        if then is not None:
-            then(ranks_of(process.pid))
-            output = process.communicate(timeout=600)[0]
-            return process.returncode, output
+        then(process.pid)
+        output = process.communicate(timeout=600)[0]
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-    return process.returncode, process.communicate()[0]
+    return process.returncode, output
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:

@@ -56,8 +56,11 @@ def ranks_have_started() -> bool:
 def moment(run: Path, chooser: random.Random) -> tuple[str, Callable[[], bool], float]:
     """When to kill: what must have happened, and for how many seconds more to wait."""
 
+    further = reaches(run, 1)
+
     def saving() -> bool:
-        return any((run / "checkpoints").glob(".partial_step_*/*"))
+        # What the last kill left is gone by the time that a further step is done.
+        return further() and any((run / "checkpoints").glob(".partial_step_*/*"))
 
     what = chooser.choice(["in a save", "in a save", "in training", "in training", "at the start"])
     if what == "in a save":
