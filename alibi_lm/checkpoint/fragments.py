@@ -25,14 +25,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from alibi_lm.errors import CheckpointError, Problem
+from alibi_lm.parallel.run_reader import RunReader
 from alibi_lm.parallel.shard import Run
 
 PARAM = "param"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 KINDS = (PARAM, *MOMENTS)
-
-_READ_AT_ONCE = 1 << 24
-"""Elements of a whole tensor from which strided runs are picked at a time."""
 
 
 def fragment_key(name: str, kind: str, where: int | Run) -> str:
@@ -77,7 +75,7 @@ class _Piece:
             first, stored = first + 1, stored[count:]
 
 
-class FragmentReader:
+class FragmentReader(RunReader):
     """Reads slices of named flat tensors from a checkpoint's shard files. A context manager.
 
     Raises:
@@ -149,27 +147,6 @@ class FragmentReader:
         result = torch.empty(numel, dtype=torch.float32)
         for piece in self._pieces[name, kind]:
             piece.copy_into(result, start)
-        return result
-
-    def read_run(self, name: str, kind: str, run: Run) -> torch.Tensor:
-        """The elements of a run of a flattened tensor, fp32 `[run.numel]`.
-
-        Of strided runs, at most `_READ_AT_ONCE` elements of the tensor (or one run) are held.
-        """
-        if run.is_contiguous:
-            return self.read(name, kind, run.start, run.numel)
-        result = torch.empty(run.numel, dtype=torch.float32)
-        step = max(1, _READ_AT_ONCE // run.stride)
-        for first in range(0, -(-run.numel // run.length), step):
-            out = result[first * run.length : (first + step) * run.length]
-            count, rest = divmod(out.numel(), run.length)
-            numel = (count - 1) * run.stride + run.length if not rest else count * run.stride + rest
-            block = self.read(name, kind, run.start + first * run.stride, numel)
-            if count:
-                shape, strides = (count, run.length), (run.stride, 1)
-                out[: count * run.length].view(shape).copy_(block.as_strided(shape, strides))
-            if rest:
-                out[count * run.length :] = block[count * run.stride :]
         return result
 
     def tensor(self, name: str, kind: str = PARAM) -> torch.Tensor:

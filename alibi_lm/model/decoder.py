@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import cast
 
 import torch
@@ -13,8 +14,7 @@ from alibi_lm.model.cache import Cache
 from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.initial import initialise
 from alibi_lm.model.layers import Block, Embedding, Head, layers, vocab_size
-from alibi_lm.model.loss import linear_cross_entropy
-from alibi_lm.model.split_loss import split_cross_entropy
+from alibi_lm.model.split_loss import output_losses
 from alibi_lm.parallel.mesh import ALONE, Axis
 
 
@@ -46,7 +46,7 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(middle)
         self.head = cast(Head, last)
         if seed is not None:
-            initialise(self, config, seed)
+            initialise(self.named_parameters(), config, seed)
 
     def forward(
         self, tokens: Tensor, targets: Tensor | None = None, *, cache: Cache | None = None
@@ -84,11 +84,11 @@ class Decoder(nn.Module):
         """
         normed = self.head.norm(self.hidden_states(tokens, cache))
         weight = self.embedding.weight if self.config.tied_embeddings else self.head.weight
-        rows, labels = normed.flatten(0, 1), targets.flatten()
-        if self.tp.size > 1:
-            size = vocab_size(self.config)
-            return split_cross_entropy(rows, weight, labels, size, self.tp).view_as(targets)
-        return linear_cross_entropy(rows, weight, labels).view_as(targets)
+        return output_losses(normed, weight, targets, vocab_size(self.config), self.tp)
+
+    def canonical_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters under the names that checkpoints use: here their own."""
+        return self.named_parameters()
 
     def new_cache(self) -> Cache:
         """An empty cache for decoding."""

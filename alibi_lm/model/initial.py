@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from alibi_lm.model.config import ModelConfig
+from alibi_lm.parallel.run_reader import RunReader
 from alibi_lm.parallel.shard import shard_of
+
+DRAWN_AT_ONCE = 1 << 24
+"""Elements that come from one generator."""
 
 _RESIDUAL_OUTPUTS = ("attention.output.weight", "mlp.down.weight")
 
@@ -26,38 +31,84 @@ def generator(seed: int, key: str | int) -> torch.Generator:
 
 
 def initial_value(config: ModelConfig, name: str, shape: Sequence[int], seed: int) -> Tensor:
-    """The initial value of one whole parameter, fp32 on the CPU.
+    """The initial value of one whole parameter, fp32 on the CPU: see `initial_elements`."""
+    return initial_elements(config, name, shape, 0, math.prod(shape), seed).view(*shape)
+
+
+def initial_elements(
+    config: ModelConfig, name: str, shape: Sequence[int], start: int, numel: int, seed: int
+) -> Tensor:
+    """Elements [start, start + numel) of one flattened whole parameter, fp32 on the CPU.
 
     Norm weights are 1 and biases 0. Matrices are normal with `initializer_range`; those that
     write to the residual stream are divided by sqrt(2 num_layers), so that its variance does not
-    grow with depth (Radford et al. 2019, section 2.3).
+    grow with depth (Radford et al. 2019, section 2.3). They are drawn in portions, each from its
+    own generator: a rank draws what it holds without drawing the rest.
 
     Args:
         config: the model's config.
         name: canonical name, for example `blocks.0.mlp.up.weight`.
         shape: whole (unsharded) shape.
+        start: first element.
+        numel: number of elements.
         seed: the run's seed.
     """
     if name.endswith("norm.weight"):
-        return torch.ones(*shape, dtype=torch.float32, device="cpu")
+        return torch.ones(numel, dtype=torch.float32, device="cpu")
     if name.endswith(".bias"):
-        return torch.zeros(*shape, dtype=torch.float32, device="cpu")
+        return torch.zeros(numel, dtype=torch.float32, device="cpu")
     deviation = config.initializer_range
     if name.endswith(_RESIDUAL_OUTPUTS):
         deviation /= math.sqrt(2 * config.num_layers)
-    value = torch.empty(*shape, dtype=torch.float32, device="cpu")
-    return value.normal_(0.0, deviation, generator=generator(seed, name))
+    result = torch.empty(numel, dtype=torch.float32, device="cpu")
+    stop = start + numel
+    for portion in range(start // DRAWN_AT_ONCE, -(-stop // DRAWN_AT_ONCE)):
+        first = portion * DRAWN_AT_ONCE
+        # A portion is always drawn whole: torch draws other values for another size.
+        size = min(DRAWN_AT_ONCE, math.prod(shape) - first)
+        low, high = max(start, first), min(stop, first + size)
+        drawn = (
+            torch.empty(size, dtype=torch.float32, device="cpu")
+            if size > high - low
+            else (result[low - start : high - start])
+        )
+        key = f"{name}/{portion}" if portion else name
+        drawn.normal_(0.0, deviation, generator=generator(seed, key))
+        if size > high - low:
+            result[low - start : high - start] = drawn[low - first : high - first]
+    return result
+
+
+@dataclass(frozen=True)
+class InitialValues(RunReader):
+    """The initial model, read like a checkpoint: any part of any parameter."""
+
+    config: ModelConfig
+    seed: int
+    shapes: Mapping[str, Sequence[int]]
+    """Whole shapes by canonical name."""
+
+    def read(self, name: str, kind: str, start: int, numel: int) -> Tensor:
+        """Elements [start, start + numel) of a flattened whole parameter, fp32 `[numel]`."""
+        assert kind == "param", f"initial weights have no {kind}"
+        return initial_elements(self.config, name, self.shapes[name], start, numel, self.seed)
 
 
 @torch.no_grad()
-def initialise(decoder: nn.Module, config: ModelConfig, seed: int) -> None:
-    """Set every parameter to its initial value, or to the rank's slice of it."""
-    for name, parameter in decoder.named_parameters():
+def initialise(
+    parameters: Iterable[tuple[str, nn.Parameter]], config: ModelConfig, seed: int
+) -> None:
+    """Set every parameter, given by canonical name, to its initial value or the rank's slice."""
+    for name, parameter in parameters:
         if parameter.is_meta:
             continue
         shard = shard_of(parameter)
         if shard is None:
             parameter.copy_(initial_value(config, name, parameter.shape, seed))
-        else:
-            whole = initial_value(config, shard.canonical_name(name), shard.shape, seed)
-            parameter.copy_(shard.take(whole))
+            continue
+        name = shard.canonical_name(name)
+        values = InitialValues(config, seed, {name: shard.shape})
+        parameter.zero_()  # padding stays so
+        flat = parameter.view(-1)
+        for first, run in shard.runs(0, parameter.numel()):
+            flat[first : first + run.numel] = values.read_run(name, "param", run)

@@ -10,8 +10,26 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from alibi_lm.model.loss import IGNORED, LOGITS_AT_ONCE, ROWS_AT_ONCE
+from alibi_lm.model.loss import (
+    IGNORED,
+    LOGITS_AT_ONCE,
+    ROWS_AT_ONCE,
+    linear_cross_entropy,
+)
 from alibi_lm.parallel.mesh import Axis
+
+
+def output_losses(
+    normed: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, tp: Axis
+) -> Tensor:
+    """Losses fp32 [B, T] of targets [B, T], given the output layer's input [B, T, d].
+
+    `weight` is the rank's rows of the output matrix, or all of them.
+    """
+    rows, labels = normed.flatten(0, 1), targets.flatten()
+    if tp.size > 1:
+        return split_cross_entropy(rows, weight, labels, vocab_size, tp).view_as(targets)
+    return linear_cross_entropy(rows, weight, labels).view_as(targets)
 
 
 def split_cross_entropy(

@@ -51,18 +51,16 @@ def make_mesh(tp: int, pp: int = 1) -> Mesh:
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     assert num_ranks % (tp * pp) == 0, f"{tp} x {pp} does not divide {num_ranks} ranks"
     layout = Layout(num_ranks // (tp * pp), tp, pp)
+    if tp * pp == 1:
+        return Mesh(ALONE, Axis(rank, num_ranks))
     return Mesh(
-        _axis(rank, layout.tensor_groups()),
-        _axis(rank, layout.data_groups()),
-        _axis(rank, layout.pipeline_groups()),
+        _axis(rank, layout.tensor_groups()) if tp > 1 else ALONE,
+        _axis(rank, layout.data_groups()),  # DeepSpeed asks for it even at size 1
+        _axis(rank, layout.pipeline_groups()) if pp > 1 else ALONE,
     )
 
 
 def _axis(rank: int, groups: list[list[int]]) -> Axis:
-    if len(groups[0]) == 1:
-        return ALONE
-    if len(groups) == 1:
-        return Axis(rank, len(groups[0]))
     found = None
     for ranks in groups:
         group = dist.new_group(ranks)  # every rank takes part in making every group

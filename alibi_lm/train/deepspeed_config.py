@@ -250,7 +250,8 @@ def deepspeed_config(config: Config, block: dict[str, Any], num_data_ranks: int)
         "train_batch_size": train.global_batch_size,
         "train_micro_batch_size_per_gpu": train.micro_batch_size,
         "gradient_accumulation_steps": accumulation_steps(config, num_data_ranks),
-        "gradient_clipping": train.gradient_clipping,
+        # Without ZeRO the engine clips: see its `_clip_gradients`.
+        "gradient_clipping": train.gradient_clipping if zero_stage(block) else 0.0,
         "optimizer": {"type": "AdamW", "params": adamw},
         "steps_per_print": 2**31,  # our own log line takes its place
         # Gradients are summed over micro-batches and over ranks in fp32.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +17,10 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from alibi_lm.checkpoint.fragments import FragmentReader
 from alibi_lm.config import Config
-from alibi_lm.model.decoder import Decoder
-from alibi_lm.parallel.mesh import Mesh, ModelParallelUnit
+from alibi_lm.parallel.mesh import Mesh
 from alibi_lm.train import state
 from alibi_lm.train.deepspeed_config import zero_stage
-from alibi_lm.train.distributed import device, sum_over_ranks
+from alibi_lm.train.distributed import sum_over_ranks
 from alibi_lm.train.schedule import learning_rate
 
 _SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -56,25 +56,37 @@ def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[s
     return [group for group in groups if group["params"]]
 
 
-class Engine:
-    """A decoder under DeepSpeed. Every rank calls every method."""
+class Engine(ABC):
+    """This rank's part of a model under DeepSpeed. Every rank calls every method."""
 
-    def __init__(self, config: Config, ds_config: dict[str, Any], mesh: Mesh) -> None:
+    def __init__(
+        self, config: Config, ds_config: dict[str, Any], mesh: Mesh, *, initial: bool = True
+    ) -> None:
+        """Set up the model and its optimizer; `initial` False leaves the weights to `load`."""
         self.config = config
         self.mesh = mesh
-        decoder = Decoder(config.model, seed=config.train.seed, tp=mesh.tp)
-        decoder.activation_checkpointing = config.train.activation_checkpointing
         self.stage = zero_stage(ds_config)
         self.deepspeed: DeepSpeedEngine
-        # BF16_Optimizer prints memory figures unasked; an exception is not swallowed by this.
+        # DeepSpeed prints its layers and memory unasked; an exception is not swallowed by this.
         with contextlib.redirect_stdout(io.StringIO()):
+            model, unit = self._make_model(ds_config, config.train.seed if initial else None)
             self.deepspeed, *_ = deepspeed.initialize(
-                model=decoder,
-                model_parameters=parameter_groups(decoder, config.train.weight_decay),
+                model=model,
+                model_parameters=parameter_groups(model, config.train.weight_decay),
                 config=ds_config,
-                mpu=ModelParallelUnit(mesh) if mesh.tp.size > 1 else None,
+                mpu=unit,
             )
 
+    @abstractmethod
+    def _make_model(self, ds_config: dict[str, Any], seed: int | None) -> tuple[Any, Any]:
+        """This rank's part of the model, and what `deepspeed.initialize` takes as mpu."""
+
+    @property
+    def reads_data(self) -> bool:
+        """Whether this rank needs the micro-batches of a step."""
+        return True
+
+    @abstractmethod
     def step(self, batches: Sequence[torch.Tensor], step: int, stop: bool = False) -> StepResult:
         """One optimizer step over this rank's micro-batches, each int64 `[B, L + 1]`.
 
@@ -84,70 +96,56 @@ class Engine:
             NotFinite: before the update, if the loss is not finite; after it, if the gradient
                 norm is not (fp16 overflows aside, which loss scaling skips).
         """
-        engine = self.deepspeed
-        engine.train()
-        rate = learning_rate(self.config.train, step)
-        for group in engine.optimizer.param_groups:
-            group["lr"] = rate
-        total = torch.zeros((), dtype=torch.float64)
-        for index, batch in enumerate(batches):
-            batch = batch.to(device())
-            loss = engine(batch[:, :-1], batch[:, 1:]).mean()
-            total += loss.detach().double().cpu()
-            if index == len(batches) - 1:
-                # Every data-parallel rank has equally many samples, and the ranks that share them
-                # have the same loss, so the mean over all ranks is the mean.
-                summed, ranks, stops = sum_over_ranks(float(total) / len(batches), 1.0, stop)
-                mean = summed / ranks
-                if not math.isfinite(mean):
-                    raise NotFinite(f"loss {mean}")
-            engine.backward(loss)
-            if index == len(batches) - 1 and self.stage == 0:
-                norm = self._plain_grad_norm()
-            engine.step()
-        if self.stage != 0:
-            norm = float(engine.get_global_grad_norm())
-        skipped = bool(getattr(engine.optimizer, "overflow", False))
-        if not math.isfinite(norm) and self.config.train.precision != "fp16":
-            raise NotFinite(f"gradient norm {norm}")
-        return StepResult(mean, norm, rate, skipped, stop=stops > 0)
 
-    def _plain_grad_norm(self) -> float:
-        # Without ZeRO, DeepSpeed clips without saying what the norm was.
-        tp = self.mesh.tp
-        gradients = [
-            p.grad
-            for p in self.deepspeed.module.parameters()
-            if p.grad is not None and (tp.rank == 0 or getattr(p, "tensor_model_parallel", False))
-        ]
-        norm = float(torch.nn.utils.get_total_norm(gradients))
-        if tp.size == 1:
-            return norm
-        return math.sqrt(sum_over_ranks(norm**2, group=tp.group)[0])
-
-    @torch.no_grad()
+    @abstractmethod
     def evaluate(self, batches: Sequence[torch.Tensor | None]) -> float:
         """Mean loss per token over all ranks' batches, each int64 `[B, L + 1]`.
 
         Ranks may hold different numbers of tokens but must pass equally many entries; None
-        stands for no batch, which still takes part in the collectives of ZeRO-3.
+        stands for no batch.
         """
-        engine = self.deepspeed
-        engine.eval()
-        total, count = 0.0, 0.0
-        for batch in batches:
-            if batch is None:
-                # The same calls as the other ranks: ZeRO-3 gathers weights as modules ask for them.
-                nothing = torch.zeros(1, 1, dtype=torch.int64, device=device())
-                engine(nothing, nothing)
-                continue
-            batch = batch.to(device())
-            losses = engine(batch[:, :-1], batch[:, 1:])
-            total += float(losses.double().sum())
-            count += losses.numel()
-        total, count = sum_over_ranks(total, count, group=self.mesh.dp.group)
-        engine.train()
-        return total / count
+
+    def _set_learning_rate(self, step: int) -> float:
+        rate = learning_rate(self.config.train, step)
+        for group in self.deepspeed.optimizer.param_groups:
+            group["lr"] = rate
+        return rate
+
+    def _result(self, loss: float, norm: float, rate: float, stop: bool) -> StepResult:
+        """The result of a step that has been done.
+
+        Raises:
+            NotFinite: the gradient norm is not finite.
+        """
+        if self.stage != 0:
+            norm = float(self.deepspeed.get_global_grad_norm())
+        skipped = bool(getattr(self.deepspeed.optimizer, "overflow", False))
+        if not math.isfinite(norm) and self.config.train.precision != "fp16":
+            raise NotFinite(f"gradient norm {norm}")
+        return StepResult(loss, norm, rate, skipped, stop)
+
+    def _clip_gradients(self) -> float:
+        """Without ZeRO: clip the gradients, and return their global norm before that.
+
+        DeepSpeed's own clipping there takes later stages for copies of the first and counts a
+        tied matrix twice, and does not say what the norm was.
+        """
+        tp, pp, dp = self.mesh.tp, self.mesh.pp, self.mesh.dp
+        gradients = [p.grad for p in self.deepspeed.module.parameters() if p.grad is not None]
+        counted = [
+            p.grad
+            for p in self.deepspeed.module.parameters()
+            if p.grad is not None
+            and (tp.rank == 0 or getattr(p, "tensor_model_parallel", False))
+            and not getattr(p, "ds_pipe_replicated", False)
+        ]
+        norm = float(torch.nn.utils.get_total_norm(counted))
+        if tp.size * pp.size > 1:
+            norm = math.sqrt(sum_over_ranks(norm**2)[0] / dp.size)
+        limit = self.config.train.gradient_clipping
+        if limit and norm > limit:
+            torch._foreach_mul_(gradients, limit / norm)
+        return norm
 
     def loss_scaler_state(self) -> dict[str, float] | None:
         """What fp16's dynamic loss scaling remembers; None where there is none."""

@@ -79,6 +79,8 @@ class Loop:
         console.say(f"stopped by {reason} after step {step:,}; the same command goes on from here")
 
     def _batches(self, step: int) -> list[torch.Tensor]:
+        if not self.engine.reads_data:
+            return []
         try:
             dp = self.engine.mesh.dp
             return self.inputs.micro_batches(step, dp.rank, dp.size)

@@ -38,6 +38,7 @@ from alibi_lm.train.distributed import (
     world_size,
 )
 from alibi_lm.train.engine import Engine
+from alibi_lm.train.engines import make_engine
 from alibi_lm.train.hardware import peak_flops
 from alibi_lm.train.inputs import Inputs, open_inputs
 from alibi_lm.train.loop import Loop
@@ -105,7 +106,8 @@ def pretrain(path: str | Path, overrides: Sequence[str], local_rank: int) -> boo
     source = together(lambda: _initial_weights(config, inputs)) if found is None else None
     mesh = make_mesh(config.parallel.tp, config.parallel.pp)
     ds_config = deepspeed_config(config, block, mesh.dp.size)
-    engine = Engine(config, json.loads(json.dumps(ds_config)), mesh)
+    fresh = found is None and source is None
+    engine = make_engine(config, json.loads(json.dumps(ds_config)), mesh, initial=fresh)
     with _held(run):
         _prepare_run_folder(run, config, ds_config)
         console.say(_start_line(config, inputs, engine, found, source))

@@ -178,11 +178,12 @@ def _meta(
         **facts,
         "optimizer_updates": state.num_updates(engine.deepspeed, engine.mesh),
         "loss_scaler": engine.loss_scaler_state(),
-        "parameters": state.parameter_shapes(engine.deepspeed),
+        "parameters": _all_shapes(engine),
         "layout": {
             "world_size": world_size(),
             "dp": engine.mesh.dp.size,
             "tp": engine.mesh.tp.size,
+            "pp": engine.mesh.pp.size,
             "zero_stage": engine.stage,
         },
         "versions": {
@@ -195,6 +196,12 @@ def _meta(
         "shards": sorted(name for name in files if name.startswith("shard_")),
         "files": dict(sorted(files.items())),
     }
+
+
+def _all_shapes(engine: Engine) -> dict[str, list[int]]:
+    """The whole shapes of the parameters of all stages, first stage first."""
+    stages = gather(state.parameter_shapes(engine.deepspeed))
+    return {name: shape for stage in stages for name, shape in stage.items()}
 
 
 def _finish(partial: Path, final: Path, meta: dict[str, Any]) -> None:

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-from alibi_lm.checkpoint.fragments import MOMENTS, PARAM, FragmentReader
+from alibi_lm.checkpoint.fragments import MOMENTS, PARAM
 from alibi_lm.parallel.mesh import Mesh
+from alibi_lm.parallel.run_reader import RunReader
 from alibi_lm.parallel.shard import Run, shard_of
 
 
@@ -59,7 +60,7 @@ class _Held:
 def fragments(engine: DeepSpeedEngine, mesh: Mesh) -> Iterator[Fragment]:
     """This rank's fragments, in the order of the model's parameters."""
     stage = engine.zero_optimization_stage()
-    for name, parameter in engine.module.named_parameters():
+    for name, parameter in engine.module.canonical_parameters():
         if stage == 0:
             parts = _replicated(parameter, mesh)
         elif stage == 3:
@@ -75,12 +76,14 @@ def _in_the_whole(
 ) -> Iterator[Fragment]:
     """What is held, in the coordinates of the whole tensor."""
     shard = shard_of(parameter)
+    # The last stage's copy of a tied matrix is the first stage's to write.
+    ours = part.owned and not getattr(parameter, "ds_pipe_replicated", False)
     if shard is None:
         run = Run.contiguous(part.start, part.numel)
-        owned = part.owned and mesh.tp.rank == 0
+        owned = ours and mesh.tp.rank == 0
         yield Fragment(name, run, parameter, part.start, part.flat, part.offset, owned)
         return
-    name, owned = shard.canonical_name(name), part.owned and shard.counts
+    name, owned = shard.canonical_name(name), ours and shard.counts
     for start, run in shard.runs(part.start, part.numel):
         offset = part.offset + start - part.start
         yield Fragment(name, run, parameter, start, part.flat, offset, owned)
@@ -121,9 +124,9 @@ def _fully_sharded(
 
 
 def parameter_shapes(engine: DeepSpeedEngine) -> dict[str, list[int]]:
-    """The whole shape of every parameter by canonical name."""
+    """The whole shape of every parameter of this rank's stage, by canonical name."""
     shapes = {}
-    for name, parameter in engine.module.named_parameters():
+    for name, parameter in engine.module.canonical_parameters():
         shard = shard_of(parameter)
         if shard is None:
             shapes[name] = list(getattr(parameter, "ds_shape", parameter.shape))
@@ -179,8 +182,11 @@ def owned_tensors(
 
 
 @torch.no_grad()
-def load(engine: DeepSpeedEngine, mesh: Mesh, reader: FragmentReader, updates: int | None) -> None:
-    """Fill this rank's states from a checkpoint; `updates` None loads the weights only."""
+def load(engine: DeepSpeedEngine, mesh: Mesh, reader: RunReader, updates: int | None) -> None:
+    """Fill this rank's states from a checkpoint (or with the initial weights).
+
+    `updates` None loads the weights only.
+    """
     for fragment in fragments(engine, mesh):
         fragment.master().copy_(reader.read_run(fragment.name, PARAM, fragment.run))
         if updates is None:
@@ -206,7 +212,7 @@ def _set_updates(engine: DeepSpeedEngine, mesh: Mesh, updates: int) -> None:
             state["step"] = updates
 
 
-def _refresh_module(engine: DeepSpeedEngine, mesh: Mesh, reader: FragmentReader) -> None:
+def _refresh_module(engine: DeepSpeedEngine, mesh: Mesh, reader: RunReader) -> None:
     """Set the weights that forward uses to the rounded fp32 ones."""
     if engine.zero_optimization_stage() == 3:
         for fragment in fragments(engine, mesh):
@@ -214,7 +220,7 @@ def _refresh_module(engine: DeepSpeedEngine, mesh: Mesh, reader: FragmentReader)
             start = fragment.start - mesh.dp.rank * held.ds_numel
             held.view(-1).narrow(0, start, fragment.run.numel).copy_(fragment.master())
         return
-    for name, parameter in engine.module.named_parameters():
+    for name, parameter in engine.module.canonical_parameters():
         everything = _Held(0, parameter.numel(), parameter, 0)
         for part in _in_the_whole(name, parameter, everything, mesh):
             part.master().copy_(reader.read_run(part.name, PARAM, part.run))

@@ -48,6 +48,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "cli": ("config", "parallel", "model", "data", "checkpoint", "hf", "evals", "train"),
     "__main__": ("cli",),
 }
+ABOVE_ITS_PART = {"parallel.pipeline": "model"}
+"""The module that puts the model's layers on stages lies above both."""
 MAY_IMPORT_OF_BASE: dict[str, tuple[str, ...]] = {
     "errors": (),
     "console": (),
@@ -202,7 +204,7 @@ def may_import(importer: str, imported: str) -> bool:
     part = part_of(importer)
     if part in MAY_IMPORT_OF_BASE:
         return imported in MAY_IMPORT_OF_BASE[part]
-    allowed = (part, *BASE, *MAY_IMPORT[part])
+    allowed = (part, *BASE, *MAY_IMPORT[part], ABOVE_ITS_PART.get(importer, part))
     return imported in allowed or part_of(imported) in allowed
 
 

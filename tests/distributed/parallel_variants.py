@@ -1,29 +1,34 @@
-"""One rank of a tensor-parallel group: trains several small models, and one rank by itself too.
+"""One rank of a layout: trains several small models, and rank 0 trains them by itself too.
 
-Started by `test_distributed_tensor_parallel`: RANK SIZE TP STORE OUT, with the variants in OUT's
+Started by `test_distributed_parallel`: RANK SIZE TP PP STORE OUT, with the variants in OUT's
 folder as variants.json. Rank 0 writes OUT.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import torch
 import torch.distributed as dist
 
 from alibi_lm.config import Config
+from alibi_lm.model import layers
 from alibi_lm.model.decoder import Decoder
+from alibi_lm.model.slopes import alibi_slopes
 from alibi_lm.parallel.mesh import Mesh, make_mesh
 from alibi_lm.parallel.shard import shard_of
 from alibi_lm.settings import build
 from alibi_lm.train.deepspeed_config import deepspeed_config
 from alibi_lm.train.distributed import avoid_shared_memory
 from alibi_lm.train.engine import Engine
+from alibi_lm.train.engines import make_engine
 
 STEPS, SAMPLES, LENGTH = 10, 4, 20
 DEFAULTS: dict[str, Any] = {
@@ -85,7 +90,8 @@ def alone(config: Config) -> list[tuple[float, float]]:
 
 def together(config: Config, stage: int, mesh: Mesh) -> dict[str, Any]:
     block = {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}
-    engine = Engine(config, deepspeed_config(config, block, mesh.dp.size), mesh)
+    engine = make_engine(config, deepspeed_config(config, block, mesh.dp.size), mesh)
+    module = engine.deepspeed.module
     results = []
     for step in range(STEPS):
         own = samples(config, step).chunk(mesh.dp.size)[mesh.dp.rank]
@@ -94,14 +100,17 @@ def together(config: Config, stage: int, mesh: Mesh) -> dict[str, Any]:
     tokens = samples(config, 0)
     facts = {
         "steps": results,
-        "validation": engine.evaluate([tokens]),
+        "validation": engine.evaluate([tokens[:3], tokens[3:]]),
         "copies_differ": [] if stage == 3 else copies_that_differ(engine, mesh),
     }
-    with torch.no_grad():
-        facts["losses"] = engine.deepspeed(tokens[:, :-1], tokens[:, 1:]).tolist()
-        if stage != 3:
-            facts["logits"] = engine.deepspeed(tokens[:, :-1]).float().tolist()
-            facts["targets"] = tokens[:, 1:].tolist()
+    held = sum(p.numel() for p in module.parameters() if not hasattr(p, "ds_tensor"))
+    facts["held"] = held
+    if mesh.pp.size == 1:
+        with torch.no_grad():
+            facts["losses"] = engine.deepspeed(tokens[:, :-1], tokens[:, 1:]).tolist()
+            if stage != 3:
+                facts["logits"] = engine.deepspeed(tokens[:, :-1]).float().tolist()
+                facts["targets"] = tokens[:, 1:].tolist()
     engine.deepspeed.destroy()
     return facts
 
@@ -109,7 +118,16 @@ def together(config: Config, stage: int, mesh: Mesh) -> dict[str, Any]:
 def copies_that_differ(engine: Engine, mesh: Mesh) -> list[str]:
     """Parameters whose elements differ between ranks that hold the same; padding that is not 0."""
     wrong = []
-    for name, parameter in engine.deepspeed.module.named_parameters():
+    if mesh.pp.size > 1 and engine.config.model.tied_embeddings:
+        own = dict(engine.deepspeed.module.canonical_parameters()).get("embedding.weight")
+        ends: list[Any] = [None] * mesh.pp.size
+        sent = None if own is None else own.detach().clone()
+        dist.all_gather_object(ends, sent, group=mesh.pp.group)
+        if not torch.equal(ends[0], ends[-1]):
+            wrong.append("the tied matrix")
+    if mesh.tp.size == 1:
+        return wrong
+    for name, parameter in engine.deepspeed.module.canonical_parameters():
         everyone: list[Any] = [None] * mesh.tp.size
         dist.all_gather_object(everyone, parameter.detach(), group=mesh.tp.group)
         shard = shard_of(parameter)
@@ -135,18 +153,29 @@ def copies(engine: Engine) -> int:
     return max(1, engine.mesh.tp.size // engine.config.model.kv_heads)
 
 
-def main(rank: int, size: int, tp: int, store: str, out: Path) -> None:
+def slopes_of_local_heads(slopes: tuple[float, ...], rank: int, size: int) -> tuple[float, ...]:
+    """The mistake: each rank makes a schedule for the heads that it holds."""
+    return alibi_slopes(len(slopes) // size)
+
+
+def main(rank: int, size: int, tp: int, pp: int, store: str, out: Path) -> None:
     dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=size)
     avoid_shared_memory()
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
-    mesh = make_mesh(tp)
+    mesh = make_mesh(tp, pp)
     results = {}
     for name, variant in json.loads((out.parent / "variants.json").read_text()).items():
         stages = variant.pop("stages")
+        mistaken = variant.pop("local_slopes", False)
         config = config_of(variant)
         reference = alone(config) if rank == 0 else None
         for stage in stages:
-            found = together(config, stage, mesh)
+            with (
+                mock.patch.object(layers, "slice_slopes", slopes_of_local_heads)
+                if mistaken
+                else (contextlib.nullcontext())
+            ):
+                found = together(config, stage, mesh)
             results[f"{name} stage {stage}"] = found | {"alone": reference}
     everyone: list[Any] = [None] * size
     dist.all_gather_object(everyone, results)
@@ -163,5 +192,5 @@ def main(rank: int, size: int, tp: int, store: str, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    rank, size, tp, store, out = sys.argv[1:]
-    main(int(rank), int(size), int(tp), store, Path(out))
+    rank, size, tp, pp, store, out = sys.argv[1:]
+    main(int(rank), int(size), int(tp), int(pp), store, Path(out))
