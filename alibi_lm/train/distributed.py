@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import deepspeed
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from alibi_lm.errors import CheckpointError, ConfigError, Problem, UserError
+from alibi_lm.errors import CheckpointError, ConfigError, Problem, UserError, path_error
 
 T = TypeVar("T")
 
@@ -72,15 +73,30 @@ def gather(value: Any) -> list[Any]:
     return values
 
 
-def together(action: Callable[[], T]) -> T:
-    """Run `action` on every rank; if any rank fails, all raise its error."""
+def together(action: Callable[[], T], where: Path | None = None) -> T:
+    """Run `action` on every rank; if any rank fails, all raise its error.
+
+    A full disk and its like count as errors that a user can mend. The system does not name the
+    file of a failed write; `where` then stands for it.
+    """
     error: UserError | None = None
     try:
         result = action()
     except UserError as failure:
         error = failure
+    except OSError as failure:
+        error = disk_error(failure, where)
     raise_together(error)
     return result
+
+
+def disk_error(failure: OSError, where: Path | None) -> UserError:
+    """What a user can mend of an error of the disk; raises it as it is if that is nothing."""
+    failure.filename = failure.filename or where
+    error = path_error(failure)
+    if error is None:
+        raise failure
+    return error
 
 
 def raise_together(error: UserError | None) -> None:

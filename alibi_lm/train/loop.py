@@ -11,9 +11,9 @@ import torch
 
 from alibi_lm.config import Config
 from alibi_lm.console import console
-from alibi_lm.errors import DataError, NotFiniteError, Problem
+from alibi_lm.errors import DataError, NotFiniteError, Problem, UserError
 from alibi_lm.model.flops import flops_per_token
-from alibi_lm.train.distributed import rank, world_size
+from alibi_lm.train.distributed import disk_error, raise_together, rank, together, world_size
 from alibi_lm.train.engine import Engine, NotFinite, StepResult
 from alibi_lm.train.inputs import Inputs
 from alibi_lm.train.metrics import Metrics
@@ -40,6 +40,9 @@ class Loop:
         self.metrics = metrics
         self.last_checkpoint = last_checkpoint
         self.preemption = preemption
+        self.run_folder = Path(config.run.dir)
+        self._disk: UserError | None = None
+        """What went wrong with the metrics' files, on the rank that writes them."""
         train = config.train
         self.tokens_per_step = train.global_batch_size * train.sequence_length
         self.flops_per_token = flops_per_token(config.model, train.sequence_length)
@@ -56,10 +59,13 @@ class Loop:
         while step < train.num_steps:
             batches = self._batches(step)
             try:
-                result = self.engine.step(batches, step, self.preemption.asked())
+                asked = self.preemption.asked() or self._disk is not None
+                result = self.engine.step(batches, step, asked)
             except NotFinite as failure:
                 raise self._not_finite(step, failure) from None
             step += 1
+            if result.stop:
+                raise_together(self._disk)
             if step % train.log_interval == 0:
                 self._log(step, result)
             interval = train.validation_interval
@@ -89,7 +95,9 @@ class Loop:
             raise
 
     def _log(self, step: int, result: StepResult) -> None:
-        if self.metrics is not None:
+        if self.metrics is None:
+            return
+        try:
             self.metrics.log(
                 step,
                 result,
@@ -98,6 +106,9 @@ class Loop:
                 flops_per_token=self.flops_per_token,
                 peak_flops=self.peak_flops,
             )
+        except OSError as failure:
+            # The other ranks do not write, and are told with the next step.
+            self._disk = disk_error(failure, self.run_folder)
 
     def _paused(self, action: Callable[[int], None], step: int) -> None:
         """Do something that is not training, and keep it out of the speed figures."""
@@ -116,22 +127,33 @@ class Loop:
             if not math.isfinite(losses[length]):
                 failure = NotFinite(f"validation loss {losses[length]} at length {length}")
                 raise self._not_finite(step - 1, failure)
+        together(lambda: self._validated(step, losses), self.run_folder)
+
+    def _validated(self, step: int, losses: dict[int, float]) -> None:
         if self.metrics is not None:
             self.metrics.validation(step, losses)
 
     def _save(self, step: int) -> None:
-        if self.metrics is not None:
-            self.metrics.flush()
+        together(self._flush, self.run_folder)
         facts = {
             "tokens": step * self.tokens_per_step,
             "consumed_samples": step * self.config.train.global_batch_size,
             "data": self.inputs.facts(),
         }
         self.last_checkpoint = save(self.engine, self.config, step, facts, self.inputs.tokenizer)
+        together(lambda: self._saved(step), self.run_folder)
+
+    def _flush(self) -> None:
+        if self._disk is not None:
+            raise self._disk
+        if self.metrics is not None:
+            self.metrics.flush()
+
+    def _saved(self, step: int) -> None:
         console.say(f"checkpoint {self.last_checkpoint}")
         if rank() == 0:
             train = self.config.train
-            remove_old(Path(self.config.run.dir), step, train.keep_last, train.keep_every)
+            remove_old(self.run_folder, step, train.keep_last, train.keep_every)
 
     def _not_finite(self, step: int, failure: NotFinite) -> NotFiniteError:
         good = self.last_checkpoint or "none yet"

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -124,11 +125,10 @@ class Metrics:
         self._board.flush()
 
     def close(self) -> None:
-        """Flush and close."""
-        self.flush()
-        self._training.close()
-        self._validation.close()
-        self._board.close()
+        """Flush and close, as far as the disk has room: every save has flushed before."""
+        for action in (self.flush, self._training.close, self._validation.close, self._board.close):
+            with suppress(OSError):
+                action()
 
     def _scalars(self, step: int, values: dict[str, float | None]) -> None:
         for name, value in values.items():

@@ -109,8 +109,8 @@ def pretrain(path: str | Path, overrides: Sequence[str], local_rank: int) -> boo
     fresh = found is None and source is None
     engine = make_engine(config, json.loads(json.dumps(ds_config)), mesh, initial=fresh)
     with _held(run):
-        _prepare_run_folder(run, config, ds_config)
-        console.say(_start_line(config, inputs, engine, found, source))
+        line = _start_line(config, inputs, engine, found, source)
+        together(lambda: _prepare_run_folder(run, config, ds_config, line), run)
         if found is not None:
             engine.load(*found)
         elif source is not None:
@@ -127,12 +127,7 @@ def _held(run: Path) -> Iterator[None]:
     with ExitStack() as stack:
         hold = alone(run, CheckpointError) if rank() == 0 else nullcontext()
         together(lambda: stack.enter_context(hold))
-        try:
-            yield
-        except OSError as error:
-            # Of a failed write to an open file, the system does not say which file it was.
-            error.filename = error.filename or str(run)
-            raise
+        yield
 
 
 def _initial_weights(config: Config, inputs: Inputs) -> Path | None:
@@ -158,14 +153,14 @@ def _initial_weights(config: Config, inputs: Inputs) -> Path | None:
     return folder
 
 
-def _prepare_run_folder(run: Path, config: Config, ds_config: dict[str, Any]) -> None:
+def _prepare_run_folder(run: Path, config: Config, ds_config: dict[str, Any], line: str) -> None:
     if rank() == 0:
         run.mkdir(parents=True, exist_ok=True)
         clear_leftovers(run)
         write_text(run / CONFIG, to_yaml(config))
         write_json(run / "ds_config.json", ds_config)
         console.log_to(run / "train.log")
-    dist.barrier()
+        console.say(line)
 
 
 def _start_line(
@@ -200,11 +195,7 @@ def _train(
     if peak is None:
         peak, source = peak_flops(DTYPES[config.train.precision])
     shown = "unknown" if peak is None else f"{peak / 1e12:.3g} TFLOP/s a rank"
-    console.say(f"mfu is measured against {shown} ({source})")
-    metrics = None
-    if rank() == 0:
-        metrics = Metrics(run, config.train.num_steps, step)
-        metrics.hyperparameters(config)
+    metrics = together(lambda: _open_metrics(config, step, f"{shown} ({source})"), run)
     try:
         preemption = Preemption(run if rank() == 0 else None, config.train.max_minutes)
         last = found[0] if found else None
@@ -213,3 +204,12 @@ def _train(
         if metrics is not None:
             metrics.close()
         sys.stdout.flush()
+
+
+def _open_metrics(config: Config, step: int, peak: str) -> Metrics | None:
+    if rank() != 0:
+        return None
+    console.say(f"mfu is measured against {peak}")
+    metrics = Metrics(Path(config.run.dir), config.train.num_steps, step)
+    metrics.hyperparameters(config)
+    return metrics

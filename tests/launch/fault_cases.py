@@ -30,11 +30,11 @@ from alibi_lm.data.training import train_tokenizer
 from alibi_lm.errors import EXIT_USER_ERROR
 from alibi_lm.files import sha256
 from alibi_lm.train import entry, saving
-from alibi_lm.train.engine import Engine
+from alibi_lm.train.metrics import Metrics
 
 DONE, NUM_STEPS, INTERVAL = 8, 12, 2
 FULL_DISK = "full disk"
-MOMENTS = ("bytes in a save", "files", "before the start")
+MOMENTS = ("in training", "bytes in a save", "files", "before the start")
 
 # Starts the run in a folder, with overrides: its exit code and what it wrote.
 Start = Callable[..., tuple[int, str]]
@@ -196,9 +196,13 @@ def full_disk(
         spare = 4096 * chooser.randrange(8)
         fill(disk, spare)
         code, output = start(run)
+    elif how == "in training":
+        spare = 0
+        with filling(disk, spare, Metrics, "log"):
+            code, output = start(run)
     else:
         spare = 4096 * chooser.randrange(110)
-        with filling(disk, spare):
+        with filling(disk, spare, saving, "_check_space"):
             code, output = start(run)
     assert code == EXIT_USER_ERROR, f"{how}, {spare}: exit {code}\n{output}"
     (line,) = [line for line in output.splitlines() if line.startswith("error: ")]
@@ -237,15 +241,15 @@ def fill(disk: Path, spare: int) -> None:
 
 
 @contextlib.contextmanager
-def filling(disk: Path, spare: int) -> Iterator[None]:
-    """Another job's files take the room away right after a save has found it enough."""
-    check = saving._check_space
+def filling(disk: Path, spare: int, owner: object, name: str) -> Iterator[None]:
+    """Another job's files take the room away right after a function has been called."""
+    function = getattr(owner, name)
 
-    def check_and_fill(engine: Engine, root: Path) -> None:
-        check(engine, root)
+    def call_and_fill(*arguments: object, **named: object) -> None:
+        function(*arguments, **named)
         fill(disk, spare)
 
-    with mock.patch.object(saving, "_check_space", check_and_fill):
+    with mock.patch.object(owner, name, call_and_fill):
         yield
 
 

@@ -197,5 +197,5 @@ def test_full_disks_through_the_launcher(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk") as disk:
         for seed in range(3):
             chooser = random.Random(f"launched full disk {seed}")
-            said = full_disk(chooser, base, disk / f"case_{seed}", start, MOMENTS[1:])
+            said = full_disk(chooser, base, disk / f"case_{seed}", start, MOMENTS[2:])
             sys.stdout.write(said + "\n")
