@@ -236,8 +236,9 @@ def remount(disk: Path, nr_inodes: int) -> None:
 def fill(disk: Path, spare: int) -> None:
     """Leave this many bytes (rounded to pages) of a disk free."""
     free = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
-    with (disk / "filler").open("wb") as file:
-        os.posix_fallocate(file.fileno(), 0, max(1, free - spare))
+    with (disk / "filler").open("ab") as file:
+        if free > spare:
+            os.posix_fallocate(file.fileno(), file.tell(), free - spare)
 
 
 @contextlib.contextmanager

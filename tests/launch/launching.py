@@ -67,6 +67,7 @@ def write_config(folder: Path, **train: Any) -> Path:
 
 
 PRETRAIN = REPOSITORY / "launch" / "pretrain.py"
+RECORDING = REPOSITORY / "tests" / "launch" / "recording.py"
 
 
 def command(config: Path, *overrides: str, ranks: int = 2, program: Path = PRETRAIN) -> list[str]:

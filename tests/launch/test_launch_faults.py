@@ -20,11 +20,13 @@ from fault_cases import (
     config_with_tokenizer,
     digests,
     file_fault,
+    fill,
     full_disk,
     make_runs,
     small_disk,
 )
 from launching import (
+    RECORDING,
     REPOSITORY,
     command,
     environment,
@@ -36,6 +38,7 @@ from launching import (
 )
 
 from alibi_lm.checkpoint.folder import step_folders, verify
+from alibi_lm.errors import EXIT_USER_ERROR
 
 FILE_FAULTS = ["truncation", "bit flip", "deletion"]
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
@@ -199,3 +202,25 @@ def test_full_disks_through_the_launcher(tmp_path: Path) -> None:
             chooser = random.Random(f"launched full disk {seed}")
             said = full_disk(chooser, base, disk / f"case_{seed}", start, MOMENTS[2:])
             sys.stdout.write(said + "\n")
+
+
+@slow
+@needs_root
+def test_a_disk_that_fills_up_between_saves_ends_every_rank_alike(tmp_path: Path) -> None:
+    config = write_config(tmp_path, num_steps=5000, checkpoint_interval=5000)
+    with small_disk(tmp_path / "disk") as disk:
+        run = disk / "run"
+        code, output = launch_and(
+            config,
+            f"run.dir={run}",
+            when=reaches(run, 3),
+            then=lambda _: fill(disk, 0),
+            program=RECORDING,
+        )
+        assert code == EXIT_USER_ERROR, output
+        assert [(tmp_path / f"exit_{rank}").read_text() for rank in (0, 1)] == ["2", "2"]
+        assert "Traceback" not in output
+        (line,) = [line for line in output.splitlines() if line.startswith("error: ")]
+        assert line == f"error: {run}: cannot be used (No space left on device); " + (
+            "make room, or name another path"
+        )

@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 from comparing import assert_same_states, curve, reaches
-from launching import PRETRAIN, launch, launch_and, launcher_of, write_config
+from launching import RECORDING, launch, launch_and, launcher_of, write_config
 
 from alibi_lm.checkpoint.folder import verify
 from alibi_lm.checkpoint.step import open_run
 from alibi_lm.errors import EXIT_STOPPED
 
 RANKS = 4
-RECORDING = PRETRAIN.parents[1] / "tests/launch/recording.py"
 LAYOUT = "parallel.tp=2"
 
 # Who is asked and how; the exit code of the `deepspeed` command then.
