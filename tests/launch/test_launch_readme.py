@@ -127,7 +127,7 @@ def test_the_readmes_commands_run_in_order(checkout: Path) -> None:
     assert (demo / "tensorboard").is_dir()
     assert "What this does and does not show:" in output
     assert "\ndef read(path):" in output
-    assert re.search(r"^step_00000004  step 4 .*2 ranks, tp 1, ZeRO 1", output, re.MULTILINE)
+    assert re.search(r"^step_00000004  step 4 .*2 ranks, tp 1, pp 1, ZeRO 1", output, re.MULTILINE)
     assert re.search(r"^step_00000004  good", output, re.MULTILINE)
     longer = open_run(checkout / "runs/demo-1k")
     assert (longer.step, longer.config.train.sequence_length) == (2, 128)
