@@ -250,9 +250,8 @@ def list_checkpoints(run: Path) -> None:
         layout = meta["layout"]
         console.say(
             f"{folder.name}  step {meta['step']:,}  {meta['tokens']:,} tokens  {size:,.1f} MiB  "
-            f"{layout['world_size']} ranks, tp {layout.get('tp', 1)}, "
-            f"pp {layout.get('pp', 1)}, ZeRO {layout['zero_stage']}  "
-            f"{meta['saved_at']}"
+            f"{layout['world_size']} ranks, tp {layout.get('tp', 1)}, pp {layout.get('pp', 1)}, "
+            f"ZeRO {layout['zero_stage']}  {meta['saved_at']}"
         )
     if problems:
         raise CheckpointError(*problems)

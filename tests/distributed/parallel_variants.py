@@ -10,6 +10,8 @@ import contextlib
 import itertools
 import json
 import sys
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,6 +23,7 @@ import torch.distributed as dist
 from alibi_lm.config import Config
 from alibi_lm.model import layers
 from alibi_lm.model.decoder import Decoder
+from alibi_lm.model.flops import num_parameters
 from alibi_lm.model.slopes import alibi_slopes
 from alibi_lm.parallel.mesh import Mesh, make_mesh
 from alibi_lm.parallel.shard import shard_of
@@ -90,8 +93,8 @@ def alone(config: Config) -> list[tuple[float, float]]:
 
 def together(config: Config, stage: int, mesh: Mesh) -> dict[str, Any]:
     block = {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}
-    engine = make_engine(config, deepspeed_config(config, block, mesh.dp.size), mesh)
-    module = engine.deepspeed.module
+    with most_held() as held:
+        engine = make_engine(config, deepspeed_config(config, block, mesh.dp.size), mesh)
     results = []
     for step in range(STEPS):
         own = samples(config, step).chunk(mesh.dp.size)[mesh.dp.rank]
@@ -103,8 +106,8 @@ def together(config: Config, stage: int, mesh: Mesh) -> dict[str, Any]:
         "validation": engine.evaluate([tokens[:3], tokens[3:]]),
         "copies_differ": [] if stage == 3 else copies_that_differ(engine, mesh),
     }
-    held = sum(p.numel() for p in module.parameters() if not hasattr(p, "ds_tensor"))
-    facts["held"] = held
+    facts["most_held"] = held[0]
+    facts["parameters"] = num_parameters(config.model)
     if mesh.pp.size == 1:
         with torch.no_grad():
             facts["losses"] = engine.deepspeed(tokens[:, :-1], tokens[:, 1:]).tolist()
@@ -113,6 +116,24 @@ def together(config: Config, stage: int, mesh: Mesh) -> dict[str, Any]:
                 facts["targets"] = tokens[:, 1:].tolist()
     engine.deepspeed.destroy()
     return facts
+
+
+@contextlib.contextmanager
+def most_held() -> Iterator[list[int]]:
+    """The most elements that the parameters made meanwhile hold at once, seen at every new one."""
+    made: list[weakref.ref[Any]] = []
+    most = [0]
+    register = torch.nn.Module.register_parameter
+
+    def watch(module: torch.nn.Module, name: str, parameter: Any) -> None:
+        register(module, name, parameter)
+        if parameter is not None:
+            made.append(weakref.ref(parameter))
+        alive = {id(p): p.data.numel() for p in (ref() for ref in made) if p is not None}
+        most[0] = max(most[0], sum(alive.values()))
+
+    with mock.patch.object(torch.nn.Module, "register_parameter", watch):
+        yield most
 
 
 def copies_that_differ(engine: Engine, mesh: Mesh) -> list[str]:

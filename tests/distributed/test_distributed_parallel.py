@@ -46,7 +46,8 @@ LAYOUTS: dict[Layout, Variants] = {
         "mpt fp16": {"stages": [1], "precision": "fp16"},
     },
     (4, 2, 1): {
-        "mpt gqa": GQA | {"stages": [1, 2, 3]},
+        "mpt gqa": GQA | {"stages": [1]},
+        "mpt of six blocks": GQA | {"stages": [2, 3], "num_layers": 6},
         "bloom mqa bf16": BLOOM | MQA | BF16 | {"stages": [1]},
     },
     (4, 2, 2): {
@@ -154,6 +155,12 @@ def test_first_steps_equal_one_processs(layout: Layout, tmp_path: Path) -> None:
     results = train(tmp_path, layout, LAYOUTS[layout])
     mistaken = {name: results.pop(name) for name in list(results) if "local slopes" in name}
     compare(results)
+    if "mpt of six blocks stage 3" in results:
+        # A block is split before the next one is made. Without ZeRO-3 a rank makes its whole slice.
+        found = results["mpt of six blocks stage 3"]
+        assert found["most_held"] < 0.25 * found["parameters"]
+        found = results["mpt of six blocks stage 2"]
+        assert found["most_held"] > 0.5 * found["parameters"]
     if mistaken:
         with pytest.raises(AssertionError):
             compare(mistaken)

@@ -1,4 +1,4 @@
-"""Tensor-parallel runs under the deepspeed CLI, going on in one layout after another."""
+"""Runs under the deepspeed CLI that go on in one layout after another."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from launching import VOCAB_SIZE, error_lines, launch, metrics, write_config
 
 from alibi_lm.checkpoint.fragments import KINDS
 from alibi_lm.checkpoint.step import Step, open_run
+from alibi_lm.parallel.layout import Layout
 
-# Steps done by then, ranks (0: plain python), tensor-parallel ranks, ZeRO stage.
-CHAIN = [(4, 2, 2, 1), (8, 0, 1, 0), (12, 4, 2, 3), (16, 2, 1, 2)]
+# Steps done by then, ranks (0: plain python), tensor-parallel ranks, stages, ZeRO stage.
+CHAIN = [(4, 4, 2, 2, 1), (8, 0, 1, 1, 0), (12, 4, 2, 1, 3), (16, 2, 1, 2, 0), (20, 2, 1, 1, 2)]
 
 
 def config(folder: Path) -> Path:
@@ -42,17 +43,17 @@ def test_a_run_goes_on_in_any_layout(tmp_path: Path) -> None:
     whole = config(tmp_path / "whole")
     launch(whole, f"train.num_steps={CHAIN[-1][0]}", "deepspeed.zero_optimization.stage=0", ranks=0)
     parts = config(tmp_path / "parts")
-    for steps, ranks, tp, stage in CHAIN:
+    for steps, ranks, tp, pp, stage in CHAIN:
         done = launch(
             parts,
             f"train.num_steps={steps}",
             f"parallel.tp={tp}",
+            f"parallel.pp={pp}",
             f"deepspeed.zero_optimization.stage={stage}",
             ranks=ranks,
         )
-        if tp > 1:
-            described = f"{ranks} ranks ({ranks // tp} data-parallel x {tp} tensor-parallel)"
-            assert described in done.stdout
+        layout = Layout(max(1, ranks // (tp * pp)), tp, pp)
+        assert f" parameters, {layout.describe()}, ZeRO stage {stage}" in done.stdout
 
     ours, expected = (metrics(path.parent / "run") for path in (parts, whole))
     assert [line["step"] for line in ours] == list(range(1, CHAIN[-1][0] + 1))
@@ -61,12 +62,12 @@ def test_a_run_goes_on_in_any_layout(tmp_path: Path) -> None:
         assert line["loss"] == pytest.approx(right["loss"], abs=1e-5)
         assert line["grad_norm"] == pytest.approx(right["grad_norm"], abs=1e-5)
 
-    for steps, ranks, tp, _ in CHAIN:
+    for steps, ranks, tp, pp, _ in CHAIN:
         step, other = (
             open_run(path.parent / f"run/checkpoints/step_{steps:08d}") for path in (parts, whole)
         )
-        assert step.meta["layout"]["tp"] == tp
-        assert step.meta["layout"]["dp"] == max(1, ranks // tp)
+        layout = Layout(max(1, ranks // (tp * pp)), tp, pp)
+        assert layout == Layout(*(step.meta["layout"][name] for name in ("dp", "tp", "pp")))
         found, wanted = states(step), states(other)
         assert found.keys() == wanted.keys()
         for name, tensor in found.items():
@@ -75,6 +76,25 @@ def test_a_run_goes_on_in_any_layout(tmp_path: Path) -> None:
         assert step.decoder().embedding.weight.shape == (VOCAB_SIZE + 1, 32)
     first, second = ((p.parent / "run/validation.jsonl").read_text() for p in (parts, whole))
     assert len(first.splitlines()) == len(second.splitlines()) == len(CHAIN)
+
+
+@pytest.mark.slow
+def test_offloaded_states_are_the_same_states(tmp_path: Path) -> None:
+    """DeepSpeed compiles its CPU Adam at the first start, for some minutes."""
+    whole = config(tmp_path / "whole")
+    launch(whole, "train.num_steps=16", "deepspeed.zero_optimization.stage=0", ranks=0)
+    parts = config(tmp_path / "parts")
+    zero = "deepspeed.zero_optimization"
+    for steps, stage, parallel in ((4, 1, "tp"), (8, 2, ""), (12, 3, ""), (16, 1, "")):
+        optimizer = [f"{zero}.offload_optimizer.device=cpu"] if steps < 16 else []
+        parameters = [f"{zero}.offload_param.device=cpu"] if stage == 3 else []
+        split = [f"parallel.{parallel}=2"] if parallel else []
+        launch(parts, f"train.num_steps={steps}", f"{zero}.stage={stage}",
+               *optimizer, *parameters, *split)  # fmt: skip
+    ours, expected = (metrics(path.parent / "run") for path in (parts, whole))
+    for line, right in zip(ours, expected, strict=True):
+        assert line["loss"] == pytest.approx(right["loss"], abs=1e-5)
+        assert line["grad_norm"] == pytest.approx(right["grad_norm"], abs=1e-5)
 
 
 def test_a_layout_that_cannot_be_is_refused_at_the_start(tmp_path: Path) -> None:
