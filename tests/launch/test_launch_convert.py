@@ -1,23 +1,20 @@
 """A converted checkpoint is used as any other: runs, evals and exports start from it."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from comparing import assert_same_states, curve
-from launching import environment, error_lines, launch, write_config
+from launching import error_lines, launch, write_config
 
 from alibi_lm.checkpoint.step import open_run
+from alibi_lm.cli import main
 from alibi_lm.settings import to_yaml
 
 
 def alibi_lm(*arguments: str | Path) -> None:
-    command = [sys.executable, "-m", "alibi_lm", *map(str, arguments)]
-    done = subprocess.run(
-        command, env=environment(), capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = CliRunner().invoke(main, [*map(str, arguments)])
+    assert done.exit_code == 0, done.output
 
 
 def test_a_run_of_two_ranks_goes_on_from_a_converted_checkpoint(tmp_path: Path) -> None:

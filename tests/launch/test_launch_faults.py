@@ -100,9 +100,11 @@ def start_and_kill(config: Path, run: Path, chooser: random.Random) -> str:
     return f"{what}, {victim}: {time.monotonic() - started:.0f} s"
 
 
-@pytest.mark.parametrize("num_kills", [4, pytest.param(20, marks=slow)])
-def test_kills_of_any_rank_at_any_time_end_in_the_same_bits(num_kills: int, tmp_path: Path) -> None:
-    num_steps, chooser = 20 * num_kills, random.Random(num_kills)
+@pytest.mark.parametrize(("num_kills", "seed"), [(2, 59), pytest.param(20, 20, marks=slow)])
+def test_kills_of_any_rank_at_any_time_end_in_the_same_bits(
+    num_kills: int, seed: int, tmp_path: Path
+) -> None:
+    num_steps, chooser = 20 * num_kills, random.Random(seed)
     settings = {"num_steps": num_steps, "checkpoint_interval": 5, "keep_last": 1000}
     undisturbed, killed = tmp_path / "a", tmp_path / "b"
     for folder in (undisturbed, killed):
