@@ -100,7 +100,7 @@ def start_and_kill(config: Path, run: Path, chooser: random.Random) -> str:
     return f"{what}, {victim}: {time.monotonic() - started:.0f} s"
 
 
-@pytest.mark.parametrize(("num_kills", "seed"), [(2, 59), pytest.param(20, 20, marks=slow)])
+@pytest.mark.parametrize(("num_kills", "seed"), [(2, 1), pytest.param(20, 20, marks=slow)])
 def test_kills_of_any_rank_at_any_time_end_in_the_same_bits(
     num_kills: int, seed: int, tmp_path: Path
 ) -> None:
