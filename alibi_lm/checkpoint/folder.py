@@ -96,6 +96,9 @@ def read_meta(step_folder: Path) -> dict[str, Any]:
     except FileNotFoundError:
         rule = "is missing, so this is no complete checkpoint"
         raise CheckpointError(Problem(str(path), None, rule, fix)) from None
+    except OSError as error:
+        rule = f"cannot be read ({error.strerror})"
+        raise CheckpointError(Problem(str(path), None, rule, fix)) from None
     except ValueError:
         raise CheckpointError(Problem(str(path), None, "is damaged", fix)) from None
     if not isinstance(meta, dict) or not _is_whole(meta, step_folder.name):
@@ -134,13 +137,20 @@ def damage(
     fix = "restore the file, or use an earlier step"
     for name, facts in list(meta["files"].items())[part::parts]:
         path = step_folder / name
-        if not path.is_file():
-            yield Problem(str(path), None, "is missing", fix)
-        elif path.stat().st_size != facts["bytes"]:
-            size = path.stat().st_size
-            yield Problem(str(path), None, f"has {size} of {facts['bytes']} bytes", fix)
-        elif sha256(path) != facts["sha256"]:
-            yield Problem(str(path), None, "does not match its sha256", fix)
+        try:
+            rule = _rule_broken(path, facts)
+        except OSError as error:
+            rule = f"cannot be read ({error.strerror})"
+        if rule is not None:
+            yield Problem(str(path), None, rule, fix)
+
+
+def _rule_broken(path: Path, facts: Mapping[str, Any]) -> str | None:
+    if not path.is_file():
+        return "is missing"
+    if (size := path.stat().st_size) != facts["bytes"]:
+        return f"has {size} of {facts['bytes']} bytes"
+    return None if sha256(path) == facts["sha256"] else "does not match its sha256"
 
 
 def verify(step_folder: Path) -> dict[str, Any]:
@@ -216,5 +226,7 @@ def latest_problem(run: Path, *expected: Path) -> Problem | None:
         rule = f"does not name {' or '.join(dict.fromkeys(names))} (damage, or a kill in a save)"
     except FileNotFoundError:
         wrong, rule = True, "is missing"
+    except OSError as error:
+        wrong, rule = True, f"cannot be read ({error.strerror})"
     fix = "nothing to do: steps are found without it, and the next save writes it"
     return Problem(str(path), None, rule, fix) if wrong else None

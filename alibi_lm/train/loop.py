@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from alibi_lm.checkpoint.folder import step_folders, step_name
 from alibi_lm.config import Config
 from alibi_lm.console import console
 from alibi_lm.errors import DataError, NotFiniteError, Problem, UserError
@@ -41,6 +42,7 @@ class Loop:
         self.last_checkpoint = last_checkpoint
         self.preemption = preemption
         self.run_folder = Path(config.run.dir)
+        self._damaged: set[str] = set()
         self._disk: UserError | None = None
         """What went wrong with the metrics' files, on the rank that writes them."""
         train = config.train
@@ -56,6 +58,9 @@ class Loop:
             CheckpointError: a checkpoint cannot be written.
         """
         train = self.config.train
+        # A run goes on from its newest good checkpoint, so newer ones have been found damaged.
+        newer = [path.name for path in step_folders(self.run_folder)]
+        self._damaged = {name for name in newer if name > step_name(step)}
         while step < train.num_steps:
             batches = self._batches(step)
             try:
@@ -153,7 +158,9 @@ class Loop:
         console.say(f"checkpoint {self.last_checkpoint}")
         if rank() == 0:
             train = self.config.train
-            remove_old(self.run_folder, step, train.keep_last, train.keep_every)
+            self._damaged.discard(step_name(step))
+            last, every = train.keep_last, train.keep_every
+            remove_old(self.run_folder, step, last, every, self._damaged)
 
     def _not_finite(self, step: int, failure: NotFinite) -> NotFiniteError:
         good = self.last_checkpoint or "none yet"

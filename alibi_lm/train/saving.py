@@ -6,7 +6,7 @@ import os
 import platform
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -224,13 +224,21 @@ def _free_name(path: Path) -> Path:
     return candidate
 
 
-def remove_old(run: Path, newest: int, keep_last: int, keep_every: int | None) -> list[Path]:
+def remove_old(
+    run: Path,
+    newest: int,
+    keep_last: int,
+    keep_every: int | None,
+    damaged: Collection[str] = (),
+) -> list[Path]:
     """Delete the checkpoints that retention no longer keeps; step `newest` is never deleted.
 
-    Later steps are of a future that was found damaged: they neither count nor go.
+    Later steps are of a future that was found damaged: they neither count nor go, and neither do
+    those named in `damaged`, which training has passed without writing them anew.
     """
     removed = []
-    steps = [(int(path.name.removeprefix("step_")), path) for path in step_folders(run)]
+    folders = [path for path in step_folders(run) if path.name not in damaged]
+    steps = [(int(path.name.removeprefix("step_")), path) for path in folders]
     for step, folder in [entry for entry in steps if entry[0] <= newest][:-keep_last]:
         if keep_every is not None and step % keep_every == 0:
             continue

@@ -1,6 +1,8 @@
 """Finding and verifying the checkpoints of a run."""
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +93,14 @@ def test_retention_never_deletes_the_newest_for_a_damaged_future(tmp_path: Path)
     assert [int(folder.name[5:]) for folder in step_folders(tmp_path)] == [4, 8, 100]
 
 
+def test_retention_does_not_count_what_was_found_damaged(tmp_path: Path) -> None:
+    for step in (2, 4, 5, 6):
+        make(tmp_path, step)
+    damaged = {"step_00000005"}
+    removed = remove_old(tmp_path, newest=6, keep_last=2, keep_every=None, damaged=damaged)
+    assert [int(folder.name[5:]) for folder in removed] == [2]
+
+
 def signed(run: Path, step: int) -> Path:
     """A checkpoint of the current format, with what `checkpoint list` shows."""
     folder = make(run, step)
@@ -170,6 +180,19 @@ def test_list_and_verify_name_everything_that_is_damaged(tmp_path: Path) -> None
     assert f"{folders[2]}/meta.json" in text
     assert said("verify", folders[1])[0] == said("list", folders[2])[0] == 2
     assert said("verify", folders[0])[0] == 0
+
+
+def test_a_file_that_cannot_be_read_is_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = signed(tmp_path, 1)
+
+    def fail(path: Path) -> str:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr("alibi_lm.checkpoint.folder.sha256", fail)
+    with pytest.raises(CheckpointError, match=r"config\.yaml: cannot be read \(Input/output"):
+        verify(folder)
 
 
 def test_a_newer_step_without_its_meta_is_named(
