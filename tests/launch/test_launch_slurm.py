@@ -17,6 +17,7 @@ from comparing import curve, reaches
 from launching import PRETRAIN, REPOSITORY, command, environment, launch, write_config
 
 from alibi_lm.checkpoint.step import open_run
+from alibi_lm.errors import EXIT_STOPPED
 from alibi_lm.train.environment import free_port
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel")
@@ -126,10 +127,15 @@ def submit(checkout: Path, variables: dict[str, str], *arguments: str) -> str:
     return job
 
 
+def fact(name: str, job: str, variables: dict[str, str]) -> str:
+    """What Slurm knows of a job by a name."""
+    facts = said(["scontrol", "show", "job", "-o", job], variables).split()
+    return next(part.partition("=")[2] for part in facts if part.startswith(f"{name}="))
+
+
 def state(job: str, variables: dict[str, str]) -> str:
     """Slurm's word for where a job is."""
-    facts = said(["scontrol", "show", "job", "-o", job], variables).split()
-    return next(fact.partition("=")[2] for fact in facts if fact.startswith("JobState="))
+    return fact("JobState", job, variables)
 
 
 def test_the_batch_script_stops_on_slurms_signal_and_goes_on(
@@ -146,7 +152,11 @@ def test_the_batch_script_stops_on_slurms_signal_and_goes_on(
     # What `#SBATCH --signal=USR1@300` does five minutes before the job's end.
     said(["scancel", "--signal=USR1", job], slurm)
     wait_for(lambda: state(job, slurm) not in ("RUNNING", "COMPLETING"), "the job's end")
-    assert "stopped by SIGUSR1" in log.read_text()
+    text = log.read_text(encoding="utf-8")
+    assert "stopped by SIGUSR1" in text
+    # No launcher has died of the signal and taken its ranks along before they had saved.
+    assert "User defined signal" not in text
+    assert fact("ExitCode", job, slurm) == f"{EXIT_STOPPED}:0"
     step = open_run(run)
     assert step.step == curve(run)[-1][0]
     assert step.meta["layout"]["world_size"] == 2
