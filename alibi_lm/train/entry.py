@@ -70,6 +70,8 @@ def _quiet_libraries() -> None:
     os.environ.setdefault("DS_LOG_LEVEL", "warning")
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch|deepspeed")
+    # A pipeline stage sends a tensor that has a gradient; nothing is meant to flow back that way.
+    warnings.filterwarnings("ignore", message=".*an autograd kernel was not registered")
 
 
 def _share_cores() -> None:

@@ -185,7 +185,9 @@ def compare(results: dict[str, Any]) -> None:
         if "losses" not in found:
             continue
         losses = torch.tensor(found["losses"])
-        assert losses.mean().item() == pytest.approx(found["validation"], abs=1e-6), name
+        # In bf16 products round by the size of the batch.
+        close = 1e-6 if exact else 1e-3
+        assert losses.mean().item() == pytest.approx(found["validation"], abs=close), name
         if "logits" in found and exact:
             logits, targets = torch.tensor(found["logits"]), torch.tensor(found["targets"])
             expected = cross_entropy(logits.mT, targets, reduction="none")
