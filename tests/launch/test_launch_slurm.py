@@ -156,7 +156,8 @@ def test_the_batch_script_stops_on_slurms_signal_and_goes_on(
     assert "stopped by SIGUSR1" in text
     # No launcher has died of the signal and taken its ranks along before they had saved.
     assert "User defined signal" not in text
-    assert fact("ExitCode", job, slurm) == f"{EXIT_STOPPED}:0"
+    # 143: Slurm ends the other host's launcher when the first one has left, all ranks having saved.
+    assert fact("ExitCode", job, slurm) in (f"{EXIT_STOPPED}:0", "143:0")
     step = open_run(run)
     assert step.step == curve(run)[-1][0]
     assert step.meta["layout"]["world_size"] == 2
