@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -40,8 +41,13 @@ class Console:
         self._write(f"warning: {text}", sys.stderr)
 
     def error(self, text: str) -> None:
-        """Write one error line to standard error."""
+        """Write one error line to standard error; to the log too, unless its disk is the error."""
+        log, self._log = self._log, None
         self._write(f"error: {text}", sys.stderr)
+        self._log = log
+        if log is not None and not self.muted:
+            with suppress(OSError):
+                print(f"error: {text}", file=log, flush=True)
 
     def _write(self, text: str, stream: TextIO) -> None:
         if self.muted:
