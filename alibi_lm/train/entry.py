@@ -6,6 +6,7 @@ import argparse
 import logging
 import os
 import sys
+import threading
 import warnings
 from collections.abc import Sequence
 from typing import NoReturn
@@ -69,9 +70,17 @@ def main(arguments: Sequence[str]) -> int:
 def _quiet_libraries() -> None:
     os.environ.setdefault("DS_LOG_LEVEL", "warning")
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    threading.excepthook = _thread_failed
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch|deepspeed")
     # A pipeline stage sends a tensor that has a gradient; nothing is meant to flow back that way.
     warnings.filterwarnings("ignore", message=".*an autograd kernel was not registered")
+
+
+def _thread_failed(failure: threading.ExceptHookArgs) -> None:
+    """What the interpreter does, except for TensorBoard's writer: it raises again when next used,
+    and is told of there in one line."""
+    if type(failure.thread).__name__ != "_AsyncWriterThread":
+        threading.__excepthook__(failure)
 
 
 def _share_cores() -> None:
