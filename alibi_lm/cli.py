@@ -89,6 +89,28 @@ def train(config: Path, overrides: Sequence[str], num_ranks: int) -> None:
     sys.exit(subprocess.call(command))
 
 
+@main.command()
+@click.argument("config", type=click.Path(path_type=Path))
+@OVERRIDES
+@click.option("--num-ranks", type=click.IntRange(1), required=True, help="Ranks of the run.")
+@click.option("--rank", type=click.IntRange(0), help="Show everything about this rank.")
+@click.option("--slopes", is_flag=True, help="List the slopes of all heads.")
+def plan(
+    config: Path, overrides: Sequence[str], num_ranks: int, rank: int | None, slopes: bool
+) -> None:
+    """What each rank of CONFIG's run would hold, compute and send. Starts nothing."""
+    from alibi_lm.errors import ConfigError, Problem
+    from alibi_lm.plan.planner import make_plan
+    from alibi_lm.plan.table import plan_lines, rank_lines
+
+    if rank is not None and rank >= num_ranks:
+        fix = f"give 0 to {num_ranks - 1}"
+        raise ConfigError(Problem("--rank", rank, f"is not one of {num_ranks} ranks", fix))
+    made = make_plan(config, overrides, num_ranks)
+    for line in plan_lines(made, slopes=slopes) if rank is None else rank_lines(made, rank):
+        console.say(line)
+
+
 @main.group()
 def eval() -> None:
     """Judge a run's checkpoint (the newest, or a step folder) on long contexts."""

@@ -79,7 +79,8 @@ class _SumOfCopies(torch.autograd.Function):
         places = grad.new_zeros(tp.size // copies, *grad.shape)
         places[tp.rank // copies] = grad
         dist.all_reduce(places, group=tp.group)
-        return places[tp.rank // copies], None, None
+        # A copy: a view would keep all places for as long as the gradient.
+        return places[tp.rank // copies].clone(), None, None
 
 
 def spread(values: Tensor, tp: Axis) -> Tensor:

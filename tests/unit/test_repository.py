@@ -45,7 +45,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "hf": ("config", "model", "data", "checkpoint"),
     "evals": ("config", "model", "data", "checkpoint", "hf"),
     "train": ("config", "parallel", "model", "data", "checkpoint", "evals"),
-    "cli": ("config", "parallel", "model", "data", "checkpoint", "hf", "evals", "train"),
+    "plan": ("config", "parallel", "model", "data", "train"),
+    "cli": ("config", "parallel", "model", "data", "checkpoint", "hf", "evals", "train", "plan"),
     "__main__": ("cli",),
 }
 ABOVE_ITS_PART = {"parallel.pipeline": "model"}
