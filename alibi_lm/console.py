@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TextIO
@@ -46,9 +47,21 @@ class Console:
     def _write(self, text: str, stream: TextIO) -> None:
         if self.muted:
             return
-        print(text, file=stream, flush=True)
         if self._log is not None:
             print(text, file=self._log, flush=True)
+        try:
+            print(text, file=stream, flush=True)
+        except BrokenPipeError:
+            if self._log is None:
+                raise
+            _discard(stream)
+
+
+def _discard(stream: TextIO) -> None:
+    """Let a stream that nobody reads any more lead nowhere: the log has its lines."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
 
 
 console = Console()

@@ -19,6 +19,7 @@ def main(arguments: Sequence[str]) -> int:
     """Parse a training command line, run it on this rank, and return the exit code.
 
     0: done. 2: a mistake of the user's. 3: a loss that is not finite. 4: asked to stop, and saved.
+    With 5, a rank or host lost, the process ends itself (`watchdog`).
     """
     parser = argparse.ArgumentParser(
         prog="pretrain.py", description="Start a run, or go on with it from its last checkpoint."
@@ -45,7 +46,8 @@ def main(arguments: Sequence[str]) -> int:
     from alibi_lm.train.pretrain import pretrain
 
     try:
-        finished = pretrain(parsed.config, parsed.overrides, int(os.environ["LOCAL_RANK"]))
+        local_rank, address = int(os.environ["LOCAL_RANK"]), os.environ["MASTER_ADDR"]
+        finished = pretrain(parsed.config, parsed.overrides, local_rank, address)
     except UserError as error:
         console.error(str(error))
         if error.on_every_rank:

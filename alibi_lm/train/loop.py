@@ -18,6 +18,7 @@ from alibi_lm.train.engine import Engine, NotFinite, StepResult
 from alibi_lm.train.inputs import Inputs
 from alibi_lm.train.metrics import Metrics
 from alibi_lm.train.preemption import Preemption
+from alibi_lm.train.progress import COMPUTING, READING, SAVING, VALIDATING, Progress
 from alibi_lm.train.saving import remove_old, save
 
 
@@ -31,15 +32,15 @@ class Loop:
         config: Config,
         metrics: Metrics | None,
         peak_flops: float | None,
-        last_checkpoint: Path | None,
         preemption: Preemption,
+        progress: Progress,
     ) -> None:
         self.engine = engine
         self.inputs = inputs
         self.config = config
         self.metrics = metrics
-        self.last_checkpoint = last_checkpoint
         self.preemption = preemption
+        self.progress = progress
         train = config.train
         self.tokens_per_step = train.global_batch_size * train.sequence_length
         self.flops_per_token = flops_per_token(config.model, train.sequence_length)
@@ -54,7 +55,9 @@ class Loop:
         """
         train = self.config.train
         while step < train.num_steps:
+            self.progress.at(READING, step + 1)
             batches = self._batches(step)
+            self.progress.at(COMPUTING, step + 1)
             try:
                 result = self.engine.step(batches, step, self.preemption.asked())
             except NotFinite as failure:
@@ -107,6 +110,7 @@ class Loop:
             self.metrics.pause(time.perf_counter() - start)
 
     def _validate(self, step: int) -> None:
+        self.progress.at(VALIDATING, step)
         train, dp = self.config.train, self.engine.mesh.dp
         losses = {}
         for multiple in train.validation_multiples:
@@ -120,6 +124,7 @@ class Loop:
             self.metrics.validation(step, losses)
 
     def _save(self, step: int) -> None:
+        self.progress.at(SAVING, step)
         if self.metrics is not None:
             self.metrics.flush()
         facts = {
@@ -127,14 +132,15 @@ class Loop:
             "consumed_samples": step * self.config.train.global_batch_size,
             "data": self.inputs.facts(),
         }
-        self.last_checkpoint = save(self.engine, self.config, step, facts, self.inputs.tokenizer)
-        console.say(f"checkpoint {self.last_checkpoint}")
+        saved = save(self.engine, self.config, step, facts, self.inputs.tokenizer)
+        self.progress.saved = saved
+        console.say(f"checkpoint {saved}")
         if rank() == 0:
             train = self.config.train
             remove_old(Path(self.config.run.dir), step, train.keep_last, train.keep_every)
 
     def _not_finite(self, step: int, failure: NotFinite) -> NotFiniteError:
-        good = self.last_checkpoint or "none yet"
+        good = self.progress.saved or "none yet"
         return NotFiniteError(
             Problem(
                 f"step {step + 1}",
