@@ -8,6 +8,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NoReturn
 
 from alibi_lm.console import console
@@ -109,8 +110,9 @@ def run(arguments: Sequence[str]) -> NoReturn:
     one. By then every file is closed and synced.
     """
     code = main(arguments)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(BrokenPipeError):  # a launcher that was ended no longer reads
+            stream.flush()
     os._exit(code)
 
 
