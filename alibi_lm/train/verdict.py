@@ -132,9 +132,7 @@ class Judge:
     def _lost(self, saved: Path | None) -> Verdict | None:
         gone = [r for r, state in self._watched() if state.closed and state.closed >= GRACE]
         if gone:
-            rule = (
-                f"ended without a word (killed, or out of memory) {_at(self.ranks[gone[0]].beat)}"
-            )
+            rule = f"{DIED} while the job was at step {self._step():,}"
             return self._verdict(gone, rule, saved)
         limit = self.limits.silence
         if limit is None:
@@ -205,7 +203,8 @@ def _named(ranks: Sequence[int], hosts: Sequence[str]) -> str:
         word = "rank" if len(own) == 1 else "ranks"
         every = len(own) == hosts.count(host) and len(own) > 1
         parts.append(f"{word} {_listed(own)} on {host}{' (all of that host)' if every else ''}")
-    return ", ".join(parts)
+    more = f" and {len(parts) - 4} more hosts" if len(parts) > 4 else ""
+    return ", ".join(parts[:4]) + more
 
 
 def _listed(ranks: Sequence[int]) -> str:

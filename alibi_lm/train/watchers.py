@@ -116,6 +116,7 @@ class Hub(Watcher):
                     self._tell(dataclasses.asdict(verdict))
                     time.sleep(INTERVAL / 4)  # let it leave before the connections break
                     self._end(verdict, True)
+                    return
 
     def _finished(self) -> bool:
         words = self._last_words
@@ -205,6 +206,7 @@ class Client(Watcher):
             for message in messages:
                 if "code" in message:
                     self._end(Verdict(**message), False)
+                    return
                 if "over" in message:
                     return
             now = time.monotonic()
@@ -213,8 +215,10 @@ class Client(Watcher):
             closed = closed + seconds if self._link is None else 0.0
             if self._link is None and closed >= GRACE:
                 self._rank_0_lost(DIED)
+                return
             if self._limits.silence is not None and silent >= self._limits.silence:
                 self._rank_0_lost(silence(silent))
+                return
         self._say_goodbye()
 
     def _as_message(self) -> dict[str, Any]:
