@@ -33,17 +33,25 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoHosts]:
         yield made
 
 
+# What reaches the ranks of the other host; read from the folder that deepspeed starts in.
+VARIABLES = {"GLOO_SOCKET_IFNAME": "eth0", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+
+
+def write_launch_files(folder: Path, hosts: list[Host]) -> Path:
+    hostfile = folder / "hostfile"
+    hostfile.write_text("".join(f"{each.name} slots=2\n" for each in hosts))
+    lines = [f"{name}={value}\n" for name, value in VARIABLES.items()]
+    (folder / ".deepspeed_env").write_text("".join(lines))
+    return hostfile
+
+
 class Job:
     """A `deepspeed` started on one host, for that host alone or for both."""
 
     def __init__(self, host: Host, folder: Path, hosts: list[Host], *arguments: str) -> None:
         self.host = host
         self.output = folder / f"output-{time.monotonic_ns()}.txt"
-        hostfile = folder / "hostfile"
-        hostfile.write_text("".join(f"{each.name} slots=2\n" for each in hosts))
-        # What reaches the ranks of the other host; read from the folder that deepspeed starts in.
-        variables = ("GLOO_SOCKET_IFNAME=eth0", "DS_ACCELERATOR=cpu", "OMP_NUM_THREADS=1")
-        (folder / ".deepspeed_env").write_text("\n".join(variables) + "\n")
+        hostfile = write_launch_files(folder, hosts)
         launcher = str(Path(sys.executable).with_name("deepspeed"))
         options = ["--hostfile", str(hostfile), "--master_port", str(free_port())]
         script = str(REPOSITORY / "launch" / "pretrain.py")
@@ -51,7 +59,7 @@ class Job:
             self.process = host.popen(
                 [sys.executable, launcher, *options, script, *arguments],
                 cwd=folder,
-                env=environment() | dict(line.split("=") for line in variables),
+                env=environment() | VARIABLES,
                 stdout=stdout,
             )
 
@@ -143,3 +151,40 @@ def test_a_run_over_two_hosts_is_stopped_loses_a_host_and_goes_on_alone(
     launch(write_config(tmp_path / "plain", num_steps=end, **settings), ranks=0)
     for ours, right in zip(curve(run), curve(tmp_path / "plain/run"), strict=True):
         assert ours == (right[0], pytest.approx(right[1], abs=1e-5), pytest.approx(right[2], 1e-4))
+
+
+def examine(pair: TwoHosts, folder: Path, *arguments: str) -> tuple[int, str]:
+    output = folder / "doctor.txt"
+    with output.open("w") as stdout:
+        process = pair.hosts[0].popen(
+            [sys.executable, "-m", "alibi_lm", "doctor", *arguments],
+            cwd=folder,
+            env=environment() | VARIABLES,
+            stdout=stdout,
+        )
+        code = process.wait(180)
+    return code, output.read_text()
+
+
+def test_the_doctor_examines_both_hosts(pair: TwoHosts, tmp_path: Path) -> None:
+    config = write_config(tmp_path)
+    hostfile = write_launch_files(tmp_path, list(pair.hosts))
+    arguments = (str(config), "parallel.tp=2", "--hostfile", str(hostfile))
+    code, output = examine(pair, tmp_path, *arguments)
+    assert code == 0, output
+    header, *rows = output.splitlines()[-3:]
+    assert [row.split()[0] for row in rows] == [host.name for host in pair.hosts]
+    for row in rows:
+        for column, cell in (("ssh", "yes"), ("run.dir", "seen by 2"), ("all-reduce", "gloo ")):
+            assert row[header.index(column) :].startswith(cell), output
+        assert float(row.split("gloo ")[1].split()[0]) > 0
+    assert "ServerAliveInterval" not in output  # the hosts' ssh settings have it
+    assert not list(tmp_path.glob(".alibi_lm_doctor*"))
+
+    pair.cut(pair.hosts[1])
+    code, output = examine(pair, tmp_path, *arguments)
+    pair.mend(pair.hosts[1])
+    assert code == 2, output
+    (line,) = [text for text in output.splitlines() if text.startswith("error: ")]
+    assert line.startswith("error: host-b: ssh: does not get there (ssh: connect to host host-b")
+    assert "Traceback" not in output

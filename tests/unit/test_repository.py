@@ -45,7 +45,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "hf": ("config", "model", "data", "checkpoint"),
     "evals": ("config", "model", "data", "checkpoint", "hf"),
     "train": ("config", "parallel", "model", "data", "checkpoint", "evals"),
-    "cli": ("config", "parallel", "model", "data", "checkpoint", "hf", "evals", "train"),
+    "doctor": ("config", "model", "train"),
+    "cli": ("config", "parallel", "model", "data", "checkpoint", "hf", "evals", "train", "doctor"),
     "__main__": ("cli",),
 }
 ABOVE_ITS_PART = {"parallel.pipeline": "model"}
@@ -60,7 +61,7 @@ MAY_IMPORT_OF_BASE: dict[str, tuple[str, ...]] = {
 SECTIONS = re.compile(r"^(data|evals|model|parallel|train)\.config$")
 """The packages' own config sections: below everything, they know of mistakes only."""
 
-ENVIRONMENT_READERS = {"train.entry"}
+ENVIRONMENT_READERS = {"train.entry", "cli"}
 PRINTERS = {"console"}
 PIPELINE_USERS = {"parallel.pipeline"}
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_SCRIPT_LINES = 400, 80, 40
