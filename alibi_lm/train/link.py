@@ -54,7 +54,7 @@ class Link:
         """
         if self._ended:
             raise ConnectionError("the other side has closed the connection")
-        while True:
+        while len(self._rest) <= _LONGEST:
             try:
                 data = self._socket.recv(_LONGEST)
             except BlockingIOError:

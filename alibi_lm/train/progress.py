@@ -10,6 +10,8 @@ from types import FrameType
 
 import torch
 
+from alibi_lm.model.layers import Block
+
 STARTING = "starting"
 READING = "reading data"
 COMPUTING = "computing"
@@ -47,9 +49,10 @@ class Progress:
         self._count += 1
 
     def follow(self, model: torch.nn.Module) -> None:
-        """Count every call of the model's layers as moving on: a step may take long."""
+        """Count every call of the model's blocks as moving on: a step may take long."""
         for layer in model.modules():
-            layer.register_forward_pre_hook(self._moved)
+            if isinstance(layer, Block):
+                layer.register_forward_pre_hook(self._moved)
 
     def _moved(self, *_: object) -> None:
         self._count += 1

@@ -153,6 +153,29 @@ def test_a_run_over_two_hosts_is_stopped_loses_a_host_and_goes_on_alone(
         assert ours == (right[0], pytest.approx(right[1], abs=1e-5), pytest.approx(right[2], 1e-4))
 
 
+@pytest.mark.slow
+def test_without_rank_0s_host_the_other_goes_on(pair: TwoHosts, tmp_path: Path) -> None:
+    first, second = pair.hosts
+    config = write_config(tmp_path, num_steps=NUM_STEPS, checkpoint_interval=3)
+    run = tmp_path / "run"
+    job = Job(first, tmp_path, [first, second], str(config), *LAYOUT)
+    wait_for("five steps", lambda: last_step(run) >= 5 or job.process.poll() is not None)
+    assert job.process.poll() is None, job.read()
+    pair.cut(first)
+    assert job.wait(SILENCE + 60) != 0
+    wait_for("the ranks' end", lambda: not ranks(first) and not ranks(second), SILENCE + 60)
+    pair.mend(first)
+    # The hosts share this machine's files, so the log has what each of them says of the other.
+    log = (run / "train.log").read_text()
+    assert log.count("rank 0 on host-a: gave no sign of life") == 1
+    assert log.count("ranks 2 and 3 on host-b (all of that host): gave no sign of life") == 1
+    saved = open_run(run).step
+    job = Job(second, tmp_path, [second], str(config), *LAYOUT, f"train.num_steps={saved + 3}")
+    assert job.wait() == 0, job.read()
+    assert f"from step_{saved:08d}" in job.read()
+    assert open_run(run).step == saved + 3
+
+
 def examine(pair: TwoHosts, folder: Path, *arguments: str) -> tuple[int, str]:
     output = folder / "doctor.txt"
     with output.open("w") as stdout:

@@ -16,6 +16,8 @@ import pytest
 import torch
 
 from alibi_lm.errors import EXIT_LOST, EXIT_NOT_FINITE
+from alibi_lm.model.config import ModelConfig
+from alibi_lm.model.decoder import Decoder
 from alibi_lm.train import watchers
 from alibi_lm.train.link import Link, listen
 from alibi_lm.train.progress import COMPUTING, STARTING, Progress
@@ -204,10 +206,10 @@ def test_progress_moves_with_phases_layers_files_and_debuggers(tmp_path: Path) -
         before = progress.count()
         change()
         assert progress.count() > before
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    model = Decoder(ModelConfig(num_layers=1, hidden_size=8, num_heads=2, vocab_size=16))
     progress.follow(model)
     before = progress.count()
-    model(torch.zeros(1, 2))
+    model(torch.zeros(1, 2, dtype=torch.int64))
     assert progress.count() > before
     assert not progress.warm
     progress.at(COMPUTING, 2)
