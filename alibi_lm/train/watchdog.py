@@ -12,6 +12,7 @@ import os
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from alibi_lm.train.watchers import Client, Hub, Watcher
 _CONNECT_SECONDS = 20.0
 _STOP_SECONDS = 10.0
 _WRITE_SECONDS = 5.0
+_LINGER_SECONDS = 3.0
 
 
 @contextmanager
@@ -42,7 +44,9 @@ def watched(address: str, limits: Limits, progress: Progress, log: Path) -> Iter
     if world_size() == 1:
         yield
         return
-    watcher = _start(address, limits, progress, Ending(log))
+    watcher = _start(
+        address, limits, progress, Ending(log, 0.0 if rank() == 0 else _LINGER_SECONDS)
+    )
     if watcher is None:
         yield
         return
@@ -84,6 +88,8 @@ class Ending:
 
     log: Path
     """train.log, in which the line is written too."""
+    linger: float
+    """Seconds to stay after speaking, so that the host's other ranks see that one has spoken."""
 
     def __call__(self, verdict: Verdict, speak: bool) -> None:
         """End the process; `speak` says whether it is this rank that writes the line."""
@@ -93,6 +99,7 @@ class Ending:
             writer = threading.Thread(target=self._write, args=(line,), daemon=True)
             writer.start()
             writer.join(_WRITE_SECONDS)
+            time.sleep(self.linger)
         os._exit(verdict.code)
 
     def _write(self, line: str) -> None:
