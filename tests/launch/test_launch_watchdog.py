@@ -72,10 +72,17 @@ def test_a_killed_a_stopped_and_a_stuck_rank_each_end_the_job_with_one_line(
     config, run = write_config(tmp_path, **SETTINGS), tmp_path / "run"
     log = run / "train.log"
 
-    def kill(pids: list[int]) -> None:
+    def pause_then_kill(pids: list[int]) -> None:
+        os.kill(pids[1], signal.SIGSTOP)
+        time.sleep(3)
+        os.kill(pids[1], signal.SIGCONT)
+        goes_on, give_up = reaches(run, 3), time.monotonic() + 60
+        while not goes_on():
+            assert time.monotonic() < give_up, log.read_text()
+            time.sleep(0.05)
         os.kill(pids[1], signal.SIGKILL)
 
-    code, output = launch_and(config, when=reaches(run, 6), then=kill)
+    code, output = launch_and(config, when=reaches(run, 6), then=pause_then_kill)
     (line,) = lost_lines(output)
     assert line.startswith(f"error: rank 1 on {HOST}: ended without a word")
     assert re.search(r"while the job was at step \d+;", line)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from alibi_lm.errors import EXIT_LOST, EXIT_NOT_FINITE
 from alibi_lm.model.config import ModelConfig
@@ -22,6 +23,7 @@ from alibi_lm.train import watchers
 from alibi_lm.train.link import Link, listen
 from alibi_lm.train.progress import COMPUTING, STARTING, Progress
 from alibi_lm.train.verdict import Beat, Limits, Verdict
+from alibi_lm.train.watchdog import is_communication_failure
 from alibi_lm.train.watchers import Client, Hub
 
 TOKEN = "a token"
@@ -228,3 +230,20 @@ def test_a_rank_in_a_debugger_is_not_stuck() -> None:
 def test_messages_are_json_lines() -> None:
     beat = watchers.dataclasses.asdict(Beat(3, COMPUTING, 4, failed="x"))
     assert Beat(**json.loads(json.dumps(beat))) == Beat(3, COMPUTING, 4, failed="x")
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (RuntimeError("[/x/gloo/transport/tcp/pair.cc:537] Connection closed by peer"), True),
+        (dist.DistBackendError("NCCL communicator was aborted"), True),
+        (dist.DistNetworkError("no route"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("gloo/transport"), False),
+        (KeyError("x"), False),
+    ],
+)
+def test_only_failures_of_communication_are_laid_on_other_ranks(
+    error: Exception, expected: bool
+) -> None:
+    assert is_communication_failure(error) is expected
