@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ import click
 
 from alibi_lm import __version__
 from alibi_lm.console import console
-from alibi_lm.errors import UserError, path_error
+from alibi_lm.errors import EXIT_USER_ERROR, UserError, path_error
 
 OVERRIDES = click.argument("overrides", nargs=-1, metavar="[section.key=value]...")
 RUN = click.argument("run", type=click.Path(path_type=Path))
@@ -44,7 +45,7 @@ def main() -> None:
     """Pretrain ALiBi language models, judge them on long contexts, export them.
 
     Exit codes: 0 done, 2 a mistake to mend (one line says which), 3 a loss that is not finite,
-    4 asked to stop, and saved.
+    4 asked to stop, and saved, 5 a rank or host lost: the same command goes on.
     """
 
 
@@ -109,6 +110,36 @@ def plan(
     made = make_plan(config, overrides, num_ranks)
     for line in plan_lines(made, slopes=slopes) if rank is None else rank_lines(made, rank):
         console.say(line)
+
+
+@main.command()
+@click.argument("config", type=click.Path(path_type=Path), required=False)
+@OVERRIDES
+@click.option("--hostfile", type=click.Path(path_type=Path), help="Examine all of its hosts.")
+@click.option("--num-ranks", type=click.IntRange(1), default=1, help="Ranks, without a hostfile.")
+@click.option("--master-addr", help="Where the hosts meet; by default the first one's address.")
+@click.option("--master-port", default=29500, show_default=True, help="Port of the meeting.")
+def doctor(
+    config: Path | None,
+    overrides: Sequence[str],
+    hostfile: Path | None,
+    num_ranks: int,
+    master_addr: str | None,
+    master_port: int,
+) -> None:
+    """Check that the hosts of a run can do it; CONFIG adds its files, disk and run folder.
+
+    On every host: ssh, python, package versions, the same config and data, the run folder writable
+    and shared, free disk; between them: clocks, and an all-reduce with its bandwidth. Exits with 2
+    and one line for each check that failed.
+    """
+    from alibi_lm.doctor.examine import examine
+
+    master = (master_addr, master_port)
+    problems = examine(config, overrides, hostfile, num_ranks, master, os.environ)
+    for problem in problems:
+        console.error(str(problem))
+    sys.exit(EXIT_USER_ERROR if problems else 0)
 
 
 @main.group()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -42,19 +43,34 @@ class Console:
 
     def error(self, text: str) -> None:
         """Write one error line to standard error; to the log too, unless its disk is the error."""
-        log, self._log = self._log, None
-        self._write(f"error: {text}", sys.stderr)
-        self._log = log
-        if log is not None and not self.muted:
+        if self.muted:
+            return
+        self._show(f"error: {text}", sys.stderr)
+        if self._log is not None:
             with suppress(OSError):
-                print(f"error: {text}", file=log, flush=True)
+                print(f"error: {text}", file=self._log, flush=True)
 
     def _write(self, text: str, stream: TextIO) -> None:
         if self.muted:
             return
-        print(text, file=stream, flush=True)
         if self._log is not None:
             print(text, file=self._log, flush=True)
+        self._show(text, stream)
+
+    def _show(self, text: str, stream: TextIO) -> None:
+        try:
+            print(text, file=stream, flush=True)
+        except BrokenPipeError:
+            if self._log is None:
+                raise
+            _discard(stream)
+
+
+def _discard(stream: TextIO) -> None:
+    """Let a stream that nobody reads any more lead nowhere: the log has its lines."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
 
 
 console = Console()

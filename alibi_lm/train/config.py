@@ -73,6 +73,10 @@ class TrainConfig:
     """Steps between log lines, metrics.jsonl lines and TensorBoard points."""
     max_minutes: float | None = None
     """Save and stop after this many minutes, to be started again; by default never."""
+    silence_seconds: float | None = 120.0
+    """Seconds without a sign of life after which a rank or its host is lost; null: never."""
+    hang_minutes: float | None = 8.0
+    """Minutes in which no rank moves on, after which the job ends; null: never."""
     checkpoint_interval: int = 500
     """Steps between checkpoints; the last step always has one."""
     keep_last: int = 3
@@ -107,7 +111,7 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 yield Problem(f"{key}{name}", value, "is not positive", "give at least 1")
-        positive = ("learning_rate", "epsilon", "peak_flops", "max_minutes")
+        positive = ("learning_rate", "epsilon", "peak_flops", "max_minutes", "hang_minutes")
         for name in positive:
             value = getattr(self, name)
             if value is not None and value <= 0:
@@ -123,6 +127,9 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and value < 0:
                 yield Problem(f"{key}{name}", value, "is negative", "give 0 or more")
+        if self.silence_seconds is not None and self.silence_seconds < 5:
+            rule = "is less than 5; signs of life come once a second"
+            yield Problem(f"{key}silence_seconds", self.silence_seconds, rule, "give at least 5")
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 yield Problem(

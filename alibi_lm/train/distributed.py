@@ -27,9 +27,9 @@ def join_process_group(local_rank: int) -> None:
     avoid_shared_memory()
     try:
         deepspeed.init_distributed(accelerator.communication_backend_name(), verbose=False)
-    except dist.DistNetworkError as failure:
+    except (dist.DistNetworkError, dist.DistStoreError) as failure:
         rule = f"the ranks cannot meet there ({str(failure).splitlines()[0]})"
-        fix = "give the launcher another --master_port"
+        fix = "see that every host starts its ranks, or give the launcher another --master_port"
         raise ConfigError(Problem("the master port", None, rule, fix)) from None
 
 

@@ -9,6 +9,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NoReturn
 
 from alibi_lm.console import console
@@ -20,6 +21,7 @@ def main(arguments: Sequence[str]) -> int:
     """Parse a training command line, run it on this rank, and return the exit code.
 
     0: done. 2: a mistake of the user's. 3: a loss that is not finite. 4: asked to stop, and saved.
+    With 5, a rank or host lost, the process ends itself (`watchdog`).
     """
     parser = argparse.ArgumentParser(
         prog="pretrain.py", description="Start a run, or go on with it from its last checkpoint."
@@ -46,7 +48,8 @@ def main(arguments: Sequence[str]) -> int:
     from alibi_lm.train.pretrain import pretrain
 
     try:
-        finished = pretrain(parsed.config, parsed.overrides, int(os.environ["LOCAL_RANK"]))
+        local_rank, address = int(os.environ["LOCAL_RANK"]), os.environ["MASTER_ADDR"]
+        finished = pretrain(parsed.config, parsed.overrides, local_rank, address)
     except UserError as error:
         console.error(str(error))
         if error.on_every_rank:
@@ -116,8 +119,9 @@ def run(arguments: Sequence[str]) -> NoReturn:
     one. By then every file is closed and synced.
     """
     code = main(arguments)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(BrokenPipeError):  # a launcher that was ended no longer reads
+            stream.flush()
     os._exit(code)
 
 

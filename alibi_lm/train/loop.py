@@ -19,6 +19,7 @@ from alibi_lm.train.engine import Engine, NotFinite, StepResult
 from alibi_lm.train.inputs import Inputs
 from alibi_lm.train.metrics import Metrics
 from alibi_lm.train.preemption import Preemption
+from alibi_lm.train.progress import COMPUTING, READING, SAVING, VALIDATING, Progress
 from alibi_lm.train.saving import remove_old, save
 
 
@@ -32,15 +33,15 @@ class Loop:
         config: Config,
         metrics: Metrics | None,
         peak_flops: float | None,
-        last_checkpoint: Path | None,
         preemption: Preemption,
+        progress: Progress,
     ) -> None:
         self.engine = engine
         self.inputs = inputs
         self.config = config
         self.metrics = metrics
-        self.last_checkpoint = last_checkpoint
         self.preemption = preemption
+        self.progress = progress
         self.run_folder = Path(config.run.dir)
         self._damaged: set[str] = set()
         self._disk: UserError | None = None
@@ -62,7 +63,9 @@ class Loop:
         newer = [path.name for path in step_folders(self.run_folder)]
         self._damaged = {name for name in newer if name > step_name(step)}
         while step < train.num_steps:
+            self.progress.at(READING, step + 1)
             batches = self._batches(step)
+            self.progress.at(COMPUTING, step + 1)
             try:
                 asked = self.preemption.asked() or self._disk is not None
                 result = self.engine.step(batches, step, asked)
@@ -123,6 +126,7 @@ class Loop:
             self.metrics.pause(time.perf_counter() - start)
 
     def _validate(self, step: int) -> None:
+        self.progress.at(VALIDATING, step)
         train, dp = self.config.train, self.engine.mesh.dp
         losses = {}
         for multiple in train.validation_multiples:
@@ -139,13 +143,15 @@ class Loop:
             self.metrics.validation(step, losses)
 
     def _save(self, step: int) -> None:
+        self.progress.at(SAVING, step)
         together(self._flush, self.run_folder)
         facts = {
             "tokens": step * self.tokens_per_step,
             "consumed_samples": step * self.config.train.global_batch_size,
             "data": self.inputs.facts(),
         }
-        self.last_checkpoint = save(self.engine, self.config, step, facts, self.inputs.tokenizer)
+        saved = save(self.engine, self.config, step, facts, self.inputs.tokenizer)
+        self.progress.saved = saved
         together(lambda: self._saved(step), self.run_folder)
 
     def _flush(self) -> None:
@@ -155,7 +161,7 @@ class Loop:
             self.metrics.flush()
 
     def _saved(self, step: int) -> None:
-        console.say(f"checkpoint {self.last_checkpoint}")
+        console.say(f"checkpoint {self.progress.saved}")
         if rank() == 0:
             train = self.config.train
             self._damaged.discard(step_name(step))
@@ -163,7 +169,7 @@ class Loop:
             remove_old(self.run_folder, step, last, every, self._damaged)
 
     def _not_finite(self, step: int, failure: NotFinite) -> NotFiniteError:
-        good = self.last_checkpoint or "none yet"
+        good = self.progress.saved or "none yet"
         return NotFiniteError(
             Problem(
                 f"step {step + 1}",

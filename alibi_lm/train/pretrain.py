@@ -44,8 +44,11 @@ from alibi_lm.train.inputs import Inputs, open_inputs
 from alibi_lm.train.loop import Loop
 from alibi_lm.train.metrics import Metrics
 from alibi_lm.train.preemption import Preemption
+from alibi_lm.train.progress import Progress
 from alibi_lm.train.resume import check_resumable, find_checkpoint
 from alibi_lm.train.saving import clear_leftovers
+from alibi_lm.train.verdict import Limits
+from alibi_lm.train.watchdog import watched
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -81,12 +84,13 @@ def read_config(
     return config, block
 
 
-def pretrain(path: str | Path, overrides: Sequence[str], local_rank: int) -> bool:
+def pretrain(path: str | Path, overrides: Sequence[str], local_rank: int, address: str) -> bool:
     """Start the run of a config, or go on with it from its newest good checkpoint.
 
     True when the run has done all its steps, False when it was asked to stop and saved.
 
     The process group must not exist yet; it is made here from the launcher's environment.
+    `address` is that of rank 0's host. The process ends inside with EXIT_LOST if another rank dies.
 
     Raises:
         UserError: on every rank alike, for everything that a user can mend.
@@ -94,6 +98,13 @@ def pretrain(path: str | Path, overrides: Sequence[str], local_rank: int) -> boo
     join_process_group(local_rank)
     config, block = together(lambda: read_config(path, overrides, world_size()))
     raise_if_different("the resolved config", digest(config))
+    train, progress = config.train, Progress()
+    limits = Limits(train.silence_seconds, train.hang_minutes and 60 * train.hang_minutes)
+    with watched(address, limits, progress, Path(config.run.dir) / "train.log"):
+        return _pretrain(config, block, progress)
+
+
+def _pretrain(config: Config, block: dict[str, Any], progress: Progress) -> bool:
     inputs = together(lambda: open_inputs(config))
     run = Path(config.run.dir)
     found = find_checkpoint(run)
@@ -115,7 +126,8 @@ def pretrain(path: str | Path, overrides: Sequence[str], local_rank: int) -> boo
             engine.load(*found)
         elif source is not None:
             engine.load(source, read_meta(source), weights_only=True)
-        finished = _train(engine, inputs, config, found)
+        progress.follow(engine.deepspeed.module)
+        finished = _train(engine, inputs, config, found, progress)
     # A launcher ends the other ranks when one leaves with another code than 0; mpirun, at once.
     dist.barrier()
     return finished
@@ -186,7 +198,11 @@ def _start_line(
 
 
 def _train(
-    engine: Engine, inputs: Inputs, config: Config, found: tuple[Path, dict[str, Any]] | None
+    engine: Engine,
+    inputs: Inputs,
+    config: Config,
+    found: tuple[Path, dict[str, Any]] | None,
+    progress: Progress,
 ) -> bool:
     step = 0 if found is None else int(found[1]["step"])
     run = Path(config.run.dir)
@@ -198,8 +214,8 @@ def _train(
     metrics = together(lambda: _open_metrics(config, step, f"{shown} ({source})"), run)
     try:
         preemption = Preemption(run if rank() == 0 else None, config.train.max_minutes)
-        last = found[0] if found else None
-        return Loop(engine, inputs, config, metrics, peak, last, preemption).run(step)
+        progress.saved = found[0] if found else None
+        return Loop(engine, inputs, config, metrics, peak, preemption, progress).run(step)
     finally:
         if metrics is not None:
             metrics.close()

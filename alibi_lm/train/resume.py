@@ -39,6 +39,8 @@ MAY_CHANGE = (
     "train.validation_tokens",
     "train.peak_flops",
     "train.max_minutes",
+    "train.silence_seconds",
+    "train.hang_minutes",
 )
 
 # Files may move; their content is compared by digest (see `data_problems`).

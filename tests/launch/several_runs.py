@@ -41,7 +41,7 @@ def main() -> None:
             shutil.copytree(job["copy_from"], run)
         dist.barrier()
         Engine.load = load_weights_only if job["drop_moments"] else load  # type: ignore[assignment]
-        assert pretrain(job["config"], job["overrides"], local_rank)
+        assert pretrain(job["config"], job["overrides"], local_rank, os.environ["MASTER_ADDR"])
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)

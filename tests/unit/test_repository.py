@@ -46,7 +46,19 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "evals": ("config", "model", "data", "checkpoint", "hf"),
     "train": ("config", "parallel", "model", "data", "checkpoint", "evals"),
     "plan": ("config", "parallel", "model", "data", "train"),
-    "cli": ("config", "parallel", "model", "data", "checkpoint", "hf", "evals", "train", "plan"),
+    "doctor": ("config", "model", "train"),
+    "cli": (
+        "config",
+        "parallel",
+        "model",
+        "data",
+        "checkpoint",
+        "hf",
+        "evals",
+        "train",
+        "plan",
+        "doctor",
+    ),
     "__main__": ("cli",),
 }
 ABOVE_ITS_PART = {"parallel.pipeline": "model"}
@@ -61,7 +73,7 @@ MAY_IMPORT_OF_BASE: dict[str, tuple[str, ...]] = {
 SECTIONS = re.compile(r"^(data|evals|model|parallel|train)\.config$")
 """The packages' own config sections: below everything, they know of mistakes only."""
 
-ENVIRONMENT_READERS = {"train.entry"}
+ENVIRONMENT_READERS = {"train.entry", "cli"}
 PRINTERS = {"console"}
 PIPELINE_USERS = {"parallel.pipeline"}
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_SCRIPT_LINES = 400, 80, 40

@@ -1,0 +1,118 @@
+"""Which hosts there are, and running a command on all of them as DeepSpeed's launcher would."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.launcher.runner import (
+    DEEPSPEED_ENVIRONMENT_NAME,
+    DEEPSPEED_ENVIRONMENT_PATHS,
+    EXPORT_ENVS,
+    fetch_hostfile,
+)
+
+from alibi_lm.errors import ConfigError, Problem
+
+THIS = "this machine"
+_SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
+_AT_ONCE = 64
+
+
+def read_hostfile(path: Path) -> dict[str, int]:
+    """Hosts and their slots, by the launcher's own reader.
+
+    Raises:
+        ConfigError: no such file, or a line that the launcher does not take.
+    """
+    if not path.is_file():
+        raise ConfigError(Problem(str(path), None, "is no file", "name a hostfile"))
+    try:
+        return dict(fetch_hostfile(str(path)))
+    except ValueError as error:
+        fix = "write one line `NAME slots=RANKS` a host"
+        raise ConfigError(Problem(str(path), None, str(error), fix)) from None
+
+
+def exported(environment: Mapping[str, str], folder: Path) -> dict[str, str]:
+    """The variables that the launcher carries to other hosts, PYTHONPATH as it sets it.
+
+    Raises:
+        ConfigError: a line of .deepspeed_env that the launcher stumbles over.
+    """
+    prefixes = (*EXPORT_ENVS, *get_accelerator().export_envs())
+    found = {name: value for name, value in environment.items() if name.startswith(prefixes)}
+    paths = [str(folder), *filter(None, [environment.get("PYTHONPATH")])]
+    found["PYTHONPATH"] = ":".join(paths)
+    for place in DEEPSPEED_ENVIRONMENT_PATHS:
+        path = Path(place) / DEEPSPEED_ENVIRONMENT_NAME
+        if not path.is_file():
+            continue
+        for line in path.read_text(encoding="utf-8").splitlines():
+            name, equals, value = line.partition("=")
+            if not equals:
+                rule = "is no NAME=value; the launcher takes no comments and no empty lines"
+                raise ConfigError(Problem(str(path), line, rule, "delete the line"))
+            found[name.strip()] = value.strip()
+    return found
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a command on a host printed, and how it ended."""
+
+    code: int
+    output: str
+    errors: str
+
+    def last_words(self) -> str:
+        """The last line of its errors, for a message."""
+        lines = [line.strip() for line in self.errors.splitlines() if line.strip()]
+        return lines[-1] if lines else f"exit code {self.code}"
+
+
+def run_everywhere(
+    commands: Mapping[str, Sequence[str]],
+    folder: Path,
+    variables: Mapping[str, str],
+    seconds: float,
+) -> dict[str, Answer]:
+    """Run each host's command on it, all at once; THIS runs without ssh."""
+
+    def run(host: str) -> Answer:
+        line = _shell_line(commands[host], folder, variables)
+        command = ["sh", "-c", line] if host == THIS else [*_SSH, host, line]
+        try:
+            done = subprocess.run(
+                command,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=seconds,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return Answer(124, "", f"no answer within {seconds:.0f} s")
+        return Answer(done.returncode, done.stdout, done.stderr)
+
+    with ThreadPoolExecutor(min(_AT_ONCE, len(commands))) as pool:
+        return dict(zip(commands, pool.map(run, commands), strict=True))
+
+
+def _shell_line(command: Sequence[str], folder: Path, variables: Mapping[str, str]) -> str:
+    exports = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
+    return f"cd {shlex.quote(str(folder))} && env {' '.join(exports)} {shlex.join(command)}"
+
+
+def waits_for_ever(host: str) -> bool:
+    """Whether ssh to this host would never notice that the host is gone."""
+    try:
+        said = subprocess.run(["ssh", "-G", host], capture_output=True, text=True, check=False)
+    except OSError:
+        return False
+    return "serveraliveinterval 0" in said.stdout.lower().splitlines()

@@ -1,0 +1,94 @@
+"""Where a rank's main thread is: which step, doing what, and whether it moves."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+from alibi_lm.model.layers import Block
+
+STARTING = "starting"
+READING = "reading data"
+COMPUTING = "computing"
+VALIDATING = "validating"
+SAVING = "saving"
+ORDER = (STARTING, READING, COMPUTING, VALIDATING, SAVING)
+"""What is done at a step, in order: of two ranks, the one further back holds the other up."""
+
+_FILE_BYTES = 1 << 20
+"""Bytes read or written since the last look that count as moving on."""
+_DEBUGGERS = ("bdb", "pdb", "pydevd", "debugpy")
+
+
+class Progress:
+    """Written by the main thread, read by the watchdog's."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.doing = STARTING
+        self.warm = False
+        """Whether the first step of this start is done."""
+        self.saved: Path | None = None
+        """The newest complete checkpoint."""
+        self.failed: str | None = None
+        """What a collective said when it failed."""
+        self._count = 0
+        self._main = threading.get_ident()
+        self._bytes = 0
+
+    def at(self, doing: str, step: int) -> None:
+        """The main thread begins something at a step (the first is 1)."""
+        if step > self.step > 0:
+            self.warm = True
+        self.step, self.doing = step, doing
+        self._count += 1
+
+    def follow(self, model: torch.nn.Module) -> None:
+        """Count every call of the model's blocks as moving on: a step may take long."""
+        for layer in model.modules():
+            if isinstance(layer, Block):
+                layer.register_forward_pre_hook(self._moved)
+
+    def _moved(self, *_: object) -> None:
+        self._count += 1
+
+    def count(self) -> int:
+        """A number that grows while the main thread works, and stands still when it is stuck.
+
+        A rank that reads or writes files works, whatever it is doing, and one that somebody looks
+        at in a debugger is not stuck.
+        """
+        now = _file_bytes()
+        if now - self._bytes >= _FILE_BYTES:
+            self._bytes = now
+            self._count += 1
+        elif _in_debugger(sys._current_frames().get(self._main)):
+            self._count += 1
+        return self._count
+
+
+def _file_bytes() -> int:
+    """Bytes that this process has read and written so far, sockets' send and recv aside."""
+    try:
+        lines = Path("/proc/self/io").read_text(encoding="ascii").splitlines()
+    except OSError:  # not every container shows it
+        return 0
+    wanted = ("rchar", "wchar", "read_bytes", "write_bytes")
+    return sum(int(value) for name, value in (s.split(": ") for s in lines) if name in wanted)
+
+
+def _in_debugger(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if str(frame.f_globals.get("__name__", "")).partition(".")[0] in _DEBUGGERS:
+            return True
+        frame = frame.f_back
+    try:
+        status = Path(f"/proc/{os.getpid()}/status").read_text(encoding="utf-8")
+    except OSError:
+        return False
+    return "TracerPid:\t0\n" not in status
