@@ -58,7 +58,11 @@ REPLACED = {
     "train.sequence_length=1024": "train.sequence_length=128",
 }
 NOT_RUN = re.compile(r"^<!-- not run in tests: (.+) -->\n```bash\n", re.MULTILINE)
-REASONS = ["make sets up an environment of its own", "needs GPUs or several hosts"]
+REASONS = [
+    "make sets up an environment of its own",
+    "needs GPUs or several hosts",
+    "needs several hosts",
+]
 
 
 def blocks(language: str) -> list[str]:
