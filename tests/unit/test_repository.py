@@ -79,7 +79,7 @@ PIPELINE_USERS = {"parallel.pipeline"}
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_SCRIPT_LINES = 400, 80, 40
 
 RANKS = re.compile(
-    r"^# Ranks: (?P<ranks>\d+) \((?P<micro>\d+) samples? x (?P=ranks) ranks"
+    r"^# Ranks: (?P<ranks>\d+) \((?P<micro>\d+) samples? x (?P<data>\d+) (?:ranks|data-parallel)"
     r"(?: x (?P<accumulated>\d+) accumulated)? = (?P<batch>[\d,]+)",
     re.MULTILINE,
 )
@@ -112,7 +112,9 @@ def test_every_config_loads_and_its_batch_divides_over_its_ranks(path: Path) -> 
     config, _ = read_config(path, [], ranks)
     assert config.train.micro_batch_size == int(stated["micro"])
     assert config.train.global_batch_size == int(stated["batch"].replace(",", ""))
-    assert accumulation_steps(config, ranks) == int(stated["accumulated"] or 1)
+    data_ranks = ranks // (config.parallel.tp * config.parallel.pp)
+    assert data_ranks == int(stated["data"])
+    assert accumulation_steps(config, data_ranks) == int(stated["accumulated"] or 1)
     assert "Not run" in text
 
 

@@ -157,7 +157,7 @@ def saved_by_a_block(config: ModelConfig, batch: int, length: int, dtype: torch.
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 def test_activations_are_the_papers_without_dropout_and_scores(tp: int) -> None:
     plan = of_sweep((70, 14336, 112, tp, 12, 2)) if tp > 1 else make_plan(
-        BLOOM, ["train.micro_batch_size=2"], 256
+        BLOOM, ["parallel.tp=1", "parallel.pp=1"], 256
     )  # fmt: skip
     size = 2048 * 2 * 14336
     # Korthikanti et al. 2022: s b h (10 + 24 / t + 5 a s / h t), where the masks of dropout are 2

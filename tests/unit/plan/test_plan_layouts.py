@@ -85,7 +85,8 @@ def test_the_ranks_of_a_layout_hold_the_model_once(tp: int, pp: int, overrides: 
 
 
 def test_a_pipeline_holds_fewer_micro_batches_the_later_its_stage() -> None:
-    overrides = ["parallel.pp=7", ZERO_1, "train.global_batch_size=4"]
+    batch = ["train.global_batch_size=4", "train.micro_batch_size=1"]
+    overrides = ["parallel.tp=1", "parallel.pp=7", *batch]
     plan = make_plan(BLOOM, overrides, 7)
     held = [plan.rank(rank).activations.in_flight for rank in range(7)]
     assert held == [4, 4, 4, 4, 3, 2, 1]
