@@ -249,6 +249,8 @@ def batch_problems(config: Config, num_data_ranks: int) -> Iterator[Problem]:
     train = config.train
     together = train.micro_batch_size * num_data_ranks
     accumulation = train.gradient_accumulation_steps
+    if together < 1:
+        return  # the section's own rules say so
     if accumulation is None:
         if train.global_batch_size % together:
             yield Problem(
