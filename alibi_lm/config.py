@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from alibi_lm.data.config import DataConfig
+from alibi_lm.errors import Problem
 from alibi_lm.model.config import ModelConfig
 from alibi_lm.parallel.config import ParallelConfig
 from alibi_lm.settings import apply_overrides, build, load_yaml
@@ -33,6 +34,13 @@ class Config:
 
     zero_optimization.stage is 1 where it does not say.
     """
+
+    def problems(self, key: str) -> Iterator[Problem]:
+        """The rules that are broken between sections."""
+        limit, length = self.model.max_positions, self.train.sequence_length
+        if limit is not None and length > limit:
+            rule = f"is more than {key}model.max_positions = {limit}"
+            yield Problem(f"{key}train.sequence_length", length, rule, "lower it")
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:

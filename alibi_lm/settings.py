@@ -150,11 +150,21 @@ def build(cls: type[T], raw: Mapping[str, Any]) -> T:
         ConfigError: with every unknown key (and the nearest right one), every value of a wrong
             type, every missing key, and every rule broken in a section that has none of those.
     """
+    value, problems = examine(cls, raw)
+    if problems or value is None:
+        raise ConfigError(*problems)
+    return value
+
+
+def examine(cls: type[T], raw: Mapping[str, Any]) -> tuple[T | None, list[Problem]]:
+    """What `build` makes and all the problems that it would raise.
+
+    Where only rules are broken there is a value all the same, for rules that know more to be
+    asked too; None where a key or a type is wrong.
+    """
     problems = _Found()
     value = _convert(cls, raw, "", problems)
-    if problems or problems.rules:
-        raise ConfigError(*problems, *problems.rules)
-    return value
+    return value, [*problems, *problems.rules]
 
 
 class _Found(list[Problem]):

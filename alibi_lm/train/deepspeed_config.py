@@ -55,6 +55,27 @@ SECTION_KEYS: dict[str, tuple[str, ...]] = {
     "aio": ("block_size", "queue_depth", "intra_op_parallelism", "single_submit",
             "overlap_events", "use_gds"),
 }  # fmt: skip
+# Keys that DeepSpeed takes and that would break what a run is promised: what they must be left at.
+_EXACT = "has not been shown to resume exactly"
+_ROUNDED = "rounds what the ranks send each other, so that the losses are others"
+_HALF = "keeps in 16 bits what is kept and saved in fp32"
+_NOT_SAVED = "keeps states where no checkpoint finds them"
+KEPT: dict[str, tuple[Any, str]] = {
+    "zero_optimization.round_robin_gradients": (False, _EXACT),
+    "zero_optimization.zero_hpz_partition_size": (1, _EXACT),
+    "zero_optimization.zenflow": (None, "puts off updates, so that the losses are others"),
+    "zero_optimization.zero_quantized_weights": (False, _ROUNDED),
+    "zero_optimization.zero_quantized_gradients": (False, _ROUNDED),
+    "zero_optimization.zero_quantized_nontrainable_weights": (False, _ROUNDED),
+    "zero_optimization.compute_grad_norm": (True, "takes away the gradient norm, which is logged"),
+    "zero_optimization.legacy_stage1": (False, "is no longer a part of DeepSpeed"),
+    "zero_optimization.stage3_module_granularity_threshold": (0, "fails in the backward pass"),
+    "zero_optimization.module_granularity_threshold": (0, "fails in the backward pass"),
+    "zero_optimization.offload_optimizer.super_offload": (False, _NOT_SAVED),
+    "bf16.bf16_master_weights_and_grads": (False, _HALF),
+    "bf16.bf16_optimizer_states": (False, _HALF),
+    "fp16.fp16_master_weights_and_grads": (False, _HALF),
+}
 PASSED_ON = ("zero_optimization", "bf16", "fp16", *SCALARS, *SECTION_KEYS)
 
 # Top-level keys of earlier DeepSpeed releases that 0.19 no longer has.
@@ -154,16 +175,23 @@ def _section_problems(block: dict[str, Any]) -> Iterator[Problem]:
             yield Problem(f"deepspeed.{key}", section, "is not a mapping", "write key: value")
             continue
         names = [*model.model_fields, *(f.alias for f in model.model_fields.values() if f.alias)]
+        # As it will be read: some rules hold only for a section that is in force.
+        filled = {"stage": DEFAULT_STAGE} if key == "zero_optimization" else {"enabled": True}
         try:
-            model(**section)
+            model(**filled | section)
         except ValidationError as error:
             for item in error.errors():
-                path = ".".join(str(part) for part in item["loc"])
+                path = ".".join(str(part) for part in (key, *item["loc"]))
+                value = item["input"] if item["loc"] else None
                 near = nearest(str(item["loc"][-1]), names) if item["loc"] else None
                 unknown = item["type"] == "extra_forbidden"
                 rule = "unknown key" if unknown else item["msg"]
                 fix = f"did you mean {near}?" if unknown and near else "see DeepSpeed's docs"
-                yield Problem(f"deepspeed.{key}.{path}", item["input"], rule, fix)
+                yield Problem(f"deepspeed.{path}", value, rule, fix)
+    for path, (plain, rule) in KEPT.items():
+        value = _at(block, path)
+        if value not in (None, plain):
+            yield Problem(f"deepspeed.{path}", value, rule, "leave it out")
     zero = block.get("zero_optimization")
     if isinstance(zero, dict):
         yield from _zero_problems(zero)
@@ -173,14 +201,21 @@ def _zero_problems(zero: dict[str, Any]) -> Iterator[Problem]:
     if isinstance(zero.get("stage"), bool):
         yield Problem("deepspeed.zero_optimization.stage", zero["stage"], "is not a number",
                       "give 0 to 3")  # fmt: skip
-    for name, plain in (("round_robin_gradients", False), ("zero_hpz_partition_size", 1)):
-        if zero.get(name, plain) != plain:
-            yield Problem(f"deepspeed.zero_optimization.{name}", zero[name],
-                          "has not been shown to resume exactly", "leave it out")  # fmt: skip
+    for name in ("offload_optimizer", "offload_param"):
+        if _at(zero, f"{name}.device") == "nvme":
+            yield Problem(f"deepspeed.zero_optimization.{name}.device", "nvme", _NOT_SAVED,
+                          "use cpu")  # fmt: skip
+
+
+def _at(block: Any, path: str) -> Any:
+    """The value at a dotted path; None where there is none."""
+    for name in path.split("."):
+        block = block.get(name) if isinstance(block, dict) else None
+    return block
 
 
 def stage_problems(config: Config, block: dict[str, Any]) -> Iterator[Problem]:
-    """Whether the ZeRO stage of a valid block goes with the precision and the pipeline."""
+    """Whether a valid block goes with the precision, the pipeline and its own ZeRO stage."""
     stage, precision = zero_stage(block), config.train.precision
     if config.parallel.pp > 1 and stage > 1:
         yield Problem(
@@ -197,6 +232,16 @@ def stage_problems(config: Config, block: dict[str, Any]) -> Iterator[Problem]:
             f"keeps no fp32 gradients beside {precision} weights",
             "use stage 1 or higher, or train.precision=fp32",
         )
+    if config.parallel.pp > 1:
+        for key in ("wall_clock_breakdown", "flops_profiler.enabled"):
+            if _at(block, key):
+                rule = "fails in DeepSpeed's pipeline, whose timers start twice"
+                yield Problem(f"deepspeed.{key}", True, rule, "leave it out, or parallel.pp=1")
+    if stage == 3:
+        for key, plain in (("prescale_gradients", False), ("gradient_predivide_factor", 1)):
+            if block.get(key, plain) != plain:
+                rule = "does not go with ZeRO stage 3"
+                yield Problem(f"deepspeed.{key}", block[key], rule, "leave it out")
 
 
 def batch_problems(config: Config, num_data_ranks: int) -> Iterator[Problem]:
@@ -204,6 +249,8 @@ def batch_problems(config: Config, num_data_ranks: int) -> Iterator[Problem]:
     train = config.train
     together = train.micro_batch_size * num_data_ranks
     accumulation = train.gradient_accumulation_steps
+    if together < 1:
+        return  # the section's own rules say so
     if accumulation is None:
         if train.global_batch_size % together:
             yield Problem(
@@ -243,7 +290,7 @@ def deepspeed_config(config: Config, block: dict[str, Any], num_data_ranks: int)
         "weight_decay": train.weight_decay,
     }
     zero = block.get("zero_optimization", {})
-    if not zero.get("offload_optimizer"):
+    if (_at(zero, "offload_optimizer.device") or "none") == "none":
         # torch's own fused AdamW: DeepSpeed's would compile an extension at the first start.
         adamw |= {"torch_adam": True, "fused": True}
     result = block | {

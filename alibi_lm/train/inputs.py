@@ -149,9 +149,6 @@ def _validation_problems(config: Config, files: list[TokenFile]) -> Iterator[Pro
         if limit is not None and length > limit:
             rule = f"is {length} tokens, and model.max_positions is {limit}"
             yield Problem("train.validation_multiples", multiple, rule, "leave it out")
-    if limit is not None and train.sequence_length > limit:
-        rule = f"is more than model.max_positions = {limit}"
-        yield Problem("train.sequence_length", train.sequence_length, rule, "lower it")
 
 
 def _check_ids(what: str, tokens: np.ndarray, config: Config) -> None:

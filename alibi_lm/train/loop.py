@@ -95,11 +95,12 @@ class Loop:
     def _batches(self, step: int) -> list[torch.Tensor]:
         if not self.engine.reads_data:
             return []
+        mesh = self.engine.mesh
         try:
-            dp = self.engine.mesh.dp
-            return self.inputs.micro_batches(step, dp.rank, dp.size)
+            return self.inputs.micro_batches(step, mesh.dp.rank, mesh.dp.size)
         except DataError:
-            console.muted = False  # only the rank that reads the bad data can say so
+            # Only the ranks that read the bad data can say so, and of those that share it one does.
+            console.muted = mesh.tp.rank + mesh.pp.rank > 0
             raise
 
     def _log(self, step: int, result: StepResult) -> None:

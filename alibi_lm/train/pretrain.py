@@ -22,7 +22,7 @@ from alibi_lm.locking import alone
 from alibi_lm.model.flops import num_parameters
 from alibi_lm.parallel.mesh import make_mesh
 from alibi_lm.parallel.rules import layout_problems
-from alibi_lm.settings import apply_overrides, build, digest, load_yaml, to_dict, to_yaml
+from alibi_lm.settings import apply_overrides, digest, examine, load_yaml, to_dict, to_yaml
 from alibi_lm.train.deepspeed_config import (
     batch_problems,
     block_problems,
@@ -62,11 +62,10 @@ def read_config(
         ConfigError: with every problem of every section at once.
     """
     raw = apply_overrides(load_yaml(path), overrides)
-    problems: list[Problem] = []
-    config, block = None, raw.get("deepspeed")
+    block = raw.get("deepspeed")
+    config, problems = examine(Config, raw)
     try:
-        config = build(Config, raw)
-        block = deepspeed_block(config)
+        block = block if config is None else deepspeed_block(config)
     except ConfigError as error:
         problems.extend(error.problems)
     if isinstance(block, dict):
@@ -77,7 +76,7 @@ def read_config(
     if config is not None:
         problems.extend(layout_problems(config, num_ranks))
         model_ranks = config.parallel.tp * config.parallel.pp
-        if num_ranks % model_ranks == 0:
+        if model_ranks > 0 and num_ranks % model_ranks == 0:
             problems.extend(batch_problems(config, num_ranks // model_ranks))
     if problems or config is None or not isinstance(block, dict):
         raise ConfigError(*problems)

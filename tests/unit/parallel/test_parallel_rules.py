@@ -61,3 +61,34 @@ def test_a_pipeline_is_refused_along_with_the_rest(tmp_path: Path) -> None:
                  "parallel.tp = 5: does not divide model.num_heads = 12",
                  "parallel = tp 5 x pp 13: does not divide the 4 ranks"):  # fmt: skip
         assert part in str(caught.value)
+
+
+def test_a_section_s_own_mistake_does_not_hide_the_layout_s(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(tmp_path, 4, {"tp": 5, "pp": 13}, stage=2, initializer_range=-1.0)
+    for part in ("model.initializer_range = -1.0: ",
+                 "deepspeed.zero_optimization.stage = 2: ",
+                 "parallel.pp = 13: is more than model.num_layers = 12",
+                 "parallel.tp = 5: does not divide model.num_heads = 12",
+                 "parallel = tp 5 x pp 13: does not divide the 4 ranks"):  # fmt: skip
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [0, -2])
+@pytest.mark.parametrize(
+    "key",
+    ["model.num_heads", "model.num_kv_heads", "model.num_layers", "model.hidden_size",
+     "train.micro_batch_size", "train.global_batch_size", "train.gradient_accumulation_steps",
+     "parallel.tp", "parallel.pp"],
+)  # fmt: skip
+def test_sizes_that_are_none_are_named_and_divide_nothing(
+    key: str, value: int, tmp_path: Path
+) -> None:
+    section, name = key.split(".")
+    raw: dict[str, dict[str, Any]] = {
+        "run": {"dir": "none"}, "data": {"corpora": [{"prefix": "none"}]}, section: {name: value},
+    }  # fmt: skip
+    path = tmp_path / "config.yaml"
+    path.write_text(to_yaml(raw), encoding="utf-8")
+    with pytest.raises(ConfigError, match=rf"{key} = {value}: is not positive"):
+        read_config(path, [], 4)

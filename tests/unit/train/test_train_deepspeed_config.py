@@ -56,6 +56,31 @@ def text(block: dict[str, Any]) -> str:
         ({"zero_optimization": None}, "is not a mapping"),
         ({"zero_optimization": {"stage": True}}, "is not a number"),
         ({"zero_optimization": {"round_robin_gradients": True}}, "resume exactly"),
+        ({"zero_optimization": {"zero_hpz_partition_size": 2}}, "resume exactly"),
+        ({"zero_optimization": {"zero_quantized_weights": True}}, "rounds what the ranks send"),
+        ({"zero_optimization": {"compute_grad_norm": False}}, "gradient norm, which is logged"),
+        ({"zero_optimization": {"legacy_stage1": True}}, "no longer a part of DeepSpeed"),
+        ({"zero_optimization": {"zenflow": {}}}, "zenflow = {}: puts off updates"),
+        (
+            {"zero_optimization": {"stage": 3, "stage3_module_granularity_threshold": 1000}},
+            "stage3_module_granularity_threshold = 1000: fails",
+        ),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}},
+            "offload_optimizer.device = nvme: keeps states where no checkpoint",
+        ),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "cpu", "super_offload": True}}},
+            "super_offload = True: keeps states",
+        ),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
+            "deepspeed.zero_optimization: Assertion failed, Partial offloading",
+        ),
+        ({"bf16": {"bf16_master_weights_and_grads": True}}, "is kept and saved in fp32"),
+        ({"bf16": {"bf16_optimizer_states": True}}, "is kept and saved in fp32"),
+        ({"fp16": {"fp16_master_weights_and_grads": True}}, "is kept and saved in fp32"),
+        ({"fp16": {"loss_scale_window": 0}}, "loss_scale_window must be > 0"),
         ({"activation_checkpointing": {}}, "use train.activation_checkpointing"),
         (
             {"zero_optimization": {"offload_optimizer": {"devise": "cpu"}}},
@@ -125,6 +150,36 @@ def test_stage_0_in_16_bits_is_refused() -> None:
     zero = {"zero_optimization": {"stage": 0}}
     assert "use stage 1" in str(next(iter(stage_problems(config(precision="bf16"), zero))))
     assert not list(stage_problems(config(precision="fp32"), zero))
+
+
+@pytest.mark.parametrize(
+    ("parallel", "block", "part"),
+    [
+        ({"pp": 2}, {"wall_clock_breakdown": True}, "deepspeed.wall_clock_breakdown = True: fails"),
+        ({"pp": 2}, {"flops_profiler": {"enabled": True}}, "deepspeed.flops_profiler.enabled"),
+        ({}, {"zero_optimization": {"stage": 3}, "prescale_gradients": True}, "ZeRO stage 3"),
+        ({}, {"zero_optimization": {"stage": 3}, "gradient_predivide_factor": 2.0}, "ZeRO stage 3"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(
+    parallel: dict[str, int], block: dict[str, Any], part: str
+) -> None:
+    assert list(block_problems(block)) == []
+    taken = config(block)
+    taken.parallel.pp = parallel.get("pp", 1)
+    (problem,) = stage_problems(taken, block)
+    assert part in str(problem)
+    other = config(block | {"zero_optimization": {"stage": 1}})
+    assert list(stage_problems(other, {**block, "zero_optimization": {"stage": 1}})) == []
+
+
+@pytest.mark.parametrize("section", [None, {}, {"device": "none"}, {"device": "cpu"}])
+def test_torchs_adam_runs_unless_states_are_offloaded(section: dict[str, Any] | None) -> None:
+    block = {
+        "zero_optimization": {"stage": 1} | ({"offload_optimizer": section} if section else {})
+    }
+    adamw = deepspeed_config(config(block), block, 2)["optimizer"]["params"]
+    assert ("torch_adam" in adamw) == (section != {"device": "cpu"})
 
 
 def test_the_stage_is_1_where_the_block_does_not_say() -> None:
