@@ -21,7 +21,6 @@ from torch import Tensor
 from alibi_lm.model.attention import attention
 from alibi_lm.model.flash import key_bias
 from alibi_lm.model.horizon import (
-    GRID,
     KeyBall,
     Rows,
     lower_logsumexp,

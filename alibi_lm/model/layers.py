@@ -123,11 +123,7 @@ class Attention(nn.Module):
 
     def forward(self, hidden: Tensor, cache: LayerCache | None = None) -> Tensor:
         """hidden [B, T, hidden_size] to the same; the tokens follow those in the cache."""
-        # [B, heads, T, D] views of one product: the kernel reads them where they lie.
-        q, k, v = (
-            part.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
-            for part in self.qkv(hidden).split(self.widths, dim=-1)
-        )
+        q, k, v = self.project(hidden)
         if self.config.position == "rotary":
             start = 0 if cache is None else cache.length
             q, k = rotate(q, start), rotate(k, start)
@@ -138,6 +134,17 @@ class Attention(nn.Module):
             bias = self.relative_bias[relative_buckets(hidden.device)].T
         mixed = attention(q, k, v, slopes=self.slopes, window=self.config.window, bias=bias)
         return self.output(mixed.transpose(1, 2).flatten(2))
+
+    def project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q [B, H, T, D], k and v [B, KV, T, D] of hidden [B, T, hidden_size], no position yet.
+
+        They are views of one product: the kernel reads them where they lie.
+        """
+        q, k, v = (
+            part.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
+            for part in self.qkv(hidden).split(self.widths, dim=-1)
+        )
+        return q, k, v
 
 
 class MLP(nn.Module):
