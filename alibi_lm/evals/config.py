@@ -23,11 +23,18 @@ class PerplexityConfig:
     """Tokens put through the model at once."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Arithmetic of the model; losses are fp32 always."""
+    epsilon: float | None = None
+    """Probability that a head may leave out of a row's far keys at lengths above 2,048; 0 is dense.
+    By default 1e-6 where the model has linear biases and no window, else 0."""
 
     def problems(self, key: str) -> Iterator[Problem]:
         """The rules of this section that are broken."""
         yield from _length_problems(self.lengths, f"{key}lengths")
         yield from _positive_problems(self, key, ("max_tokens", "batch_tokens"))
+        if self.epsilon is not None and not 0 <= self.epsilon < 1:
+            yield Problem(
+                f"{key}epsilon", self.epsilon, "is not in [0, 1)", "give for example 1e-6"
+            )
 
 
 @dataclass

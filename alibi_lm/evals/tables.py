@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from alibi_lm.evals.verdicts import score_words
+from alibi_lm.model.long import DENSE_UP_TO
 
 
 def perplexity_lines(result: Mapping[str, Any]) -> list[str]:
@@ -18,6 +19,11 @@ def perplexity_lines(result: Mapping[str, Any]) -> list[str]:
         lines.append(
             f"{row['length']:>10,}  {row['multiple']:>10g}  {row['perplexity']:>10.3f}  "
             f"{shown:>17}  {ratio}"
+        )
+    epsilon = result["model"].get("epsilon")
+    if epsilon:
+        lines.append(
+            f"above {DENSE_UP_TO:,} tokens each head leaves out at most {epsilon:g} of a row"
         )
     return lines
 
