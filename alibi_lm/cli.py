@@ -126,6 +126,20 @@ def needle(run: Path, overrides: Sequence[str], suite: Path | None, force: bool)
     evaluate(open_run(run), read_suite(suite, overrides).needle, force=force)
 
 
+@eval.command()
+@RUN
+@OVERRIDES
+@SUITE
+@FORCE
+def horizon(run: Path, overrides: Sequence[str], suite: Path | None, force: bool) -> None:
+    """How far each head provably, and truly, reads; a model with linear biases."""
+    from alibi_lm.checkpoint.step import open_run
+    from alibi_lm.evals.horizon import evaluate
+    from alibi_lm.evals.suite import read_suite
+
+    evaluate(open_run(run), read_suite(suite, overrides).horizon, force=force)
+
+
 @main.command()
 @RUN
 @click.argument("out", type=click.Path(path_type=Path), required=False)
@@ -179,6 +193,13 @@ def export(run: Path, out: Path | None, dtype: str, layout: str | None, tokenize
     help="Sample from the likeliest tokens of this total share.",
 )
 @click.option("--seed", default=0, show_default=True, help="Seed of the sampling.")
+@click.option(
+    "--epsilon",
+    type=click.FloatRange(0, 1, max_open=True),
+    default=1e-6,
+    show_default=True,
+    help="What each head may leave out of a row, beyond 2,048 tokens; 0 is dense.",
+)
 def generate(
     run: Path,
     prompt: str,
@@ -187,6 +208,7 @@ def generate(
     top_k: int | None,
     top_p: float | None,
     seed: int,
+    epsilon: float,
 ) -> None:
     """Let RUN's model go on from a prompt."""
     from alibi_lm.checkpoint.step import open_run
@@ -210,6 +232,7 @@ def generate(
         top_p=top_p,
         seed=seed,
         eos_id=tokenizer.eos_id,
+        epsilon=epsilon,
     )
     console.say(prompt + tokenizer.decode([t for t in tokens[0] if t != tokenizer.eos_id]))
 

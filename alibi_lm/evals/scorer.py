@@ -12,6 +12,7 @@ from torch import Tensor
 from alibi_lm.errors import ConfigError, DataError, Problem
 from alibi_lm.model.cache import Cache
 from alibi_lm.model.decoder import Decoder
+from alibi_lm.model.generation import decoding_cache
 from alibi_lm.model.horizon import DEFAULT_EPSILON
 from alibi_lm.model.long import DENSE_UP_TO, long_losses, why_dense
 
@@ -131,7 +132,7 @@ class NativeScorer:
         longest = length + max(candidates.shape[2], max_new_tokens)
         prompts = self._checked(prompts, longest)
         candidates = self._checked(candidates, longest)
-        cache = self._decoder.new_cache()
+        cache = decoding_cache(self._decoder, longest, self.epsilon)
         first = self._read(prompts, cache)
         scores = []
         for choice in candidates.unbind(1):

@@ -102,6 +102,11 @@ class KeyBall:
         self._radii[:, first : last + 1] = blocks.cummax(dim=1).values
         self._count, self.length = last + 1, stop
 
+    def truncate(self, length: int) -> None:
+        """Forget keys from `length` on; what is left may still count some of them."""
+        self.length = length
+        self._count = min(self._count, (length + GRID - 1) // GRID + 1)
+
     def radii(self, positions: Tensor, heads: Tensor) -> Tensor:
         """Upper bounds of |k - c| over the keys before `positions`, of key heads `heads`.
 

@@ -23,6 +23,7 @@ from alibi_lm.model.positions import (
     rotate,
     sinusoidal,
 )
+from alibi_lm.model.ring import RingLayer
 from alibi_lm.model.slopes import alibi_slopes, slice_slopes
 from alibi_lm.parallel.mesh import ALONE, Axis
 from alibi_lm.parallel.tensor import (
@@ -127,6 +128,9 @@ class Attention(nn.Module):
         if self.config.position == "rotary":
             start = 0 if cache is None else cache.length
             q, k = rotate(q, start), rotate(k, start)
+        if isinstance(cache, RingLayer):
+            assert self.slopes is not None
+            return self.output(cache.attend(q, k, v, self.slopes).transpose(1, 2).flatten(2))
         if cache is not None:
             k, v = cache.append(k, v)
         bias = None

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import cast
 
 import torch
@@ -21,6 +22,9 @@ from alibi_lm.model.banded import BLOCK, CHUNK, NEAR, Reach, attend
 from alibi_lm.model.decoder import Decoder
 from alibi_lm.model.horizon import KeyBall
 from alibi_lm.model.layers import Block
+
+Observer = Callable[[int, int, Tensor, Tensor], None]
+"""Called for every layer and chunk: the layer, the first position, q [H, n, D], k [KV, n, D]."""
 
 DENSE_UP_TO = 2048
 """Inputs of at most this many tokens are computed densely: horizons would save nothing."""
@@ -77,6 +81,7 @@ def long_losses(
     targets: Tensor,
     epsilon: float,
     report: LongReport | None = None,
+    observe: Observer | None = None,
 ) -> Tensor:
     """`Decoder.losses` of one sequence, each head and row within `epsilon` of its probability.
 
@@ -86,6 +91,7 @@ def long_losses(
         targets: [T] int64.
         epsilon: probability that each head and row may leave out, above 0 and below 1.
         report: takes up what was read.
+        observe: sees all queries and keys.
 
     Returns:
         Losses fp32 [T].
@@ -102,7 +108,7 @@ def long_losses(
     report.num_tokens += len(tokens)
     losses = torch.empty(len(tokens), dtype=torch.float32)
     with torch.no_grad():
-        _run(decoder, tokens, targets, epsilon, report, losses)
+        _run(decoder, tokens, targets, epsilon, report, losses, observe)
     return losses
 
 
@@ -113,6 +119,7 @@ def _run(
     epsilon: float,
     report: LongReport,
     losses: Tensor,
+    observe: Observer | None,
 ) -> None:
     weight = decoder.embedding.weight
     buffers = [
@@ -126,6 +133,8 @@ def _run(
     inputs: Callable[[int, int], Tensor] = embedded
     for index, block in enumerate(decoder.blocks):
         layer = _Layer(cast(Block, block), inputs, epsilon)
+        if observe is not None:
+            layer.observe = partial(observe, index)
         last = index + 1 == len(decoder.blocks)
         target = None if last else buffers[index % 2]
         for first in range(0, len(tokens), CHUNK):
@@ -156,12 +165,15 @@ class _Layer:
         self.slopes = block.attention.slopes
         self.start = 0
         self.made_again = 0
+        self.observe: Callable[[int, Tensor, Tensor], None] | None = None
         self._keep = 0
 
     def chunk(self, first: int, stop: int) -> tuple[Tensor, list[Reach]]:
         """The block's output [n, hidden_size] at positions [first, stop), and its reaches."""
         hidden = self.inputs(first, stop)[None]
         q, k, v = (x[0] for x in self.block.attention.project(self.block.attention_norm(hidden)))
+        if self.observe is not None:
+            self.observe(first, q, k)
         self._append(k, v, first)
         mixed, reaches = attend(q, self, first, self.slopes, self.epsilon)
         self._keep = max(NEAR, *(int(reach.keys.max()) for reach in reaches))
