@@ -30,9 +30,9 @@ PROTOCOL = (
     "Reach of a query: the largest distance at which keys have to be read, so that all keys "
     "further away together have less than epsilon of the head's probability. Certified: proven "
     f"from norms of queries and keys for each block of {BLOCK} queries, the distance from its "
-    "first one. True: from the full softmax in float64 at single positions. Both over the "
-    "second half of the text. Prior: the bound from the largest norms alone. Through all layers: the sum over "
-    "layers of the longest head's largest reach."
+    "first one. True: from the full softmax in float64 at single positions. Both over the second "
+    "half of the text. Prior: the bound from the largest norms alone. Through all layers: the sum "
+    "over layers of the longest head's largest reach."
 )
 
 

@@ -53,7 +53,7 @@ class ColdStore:
         """
         if not 0 <= first <= stop <= self.length:
             raise IndexError(f"positions {first} to {stop} of {self.length}")
-        parts = []
+        parts: list[Tensor] = []
         while first < stop or not parts:
             index, place = divmod(first, SEGMENT)
             count = min(SEGMENT - place, stop - first)

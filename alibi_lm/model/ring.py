@@ -151,8 +151,8 @@ class RingLayer(LayerCache):
             self._seen = [[] for _ in self.needs]
         if q.shape[2] == 1:
             return self._token(queries, keys, values, slopes).view(q.shape)
-        parts = zip(*(x.split(CHUNK, dim=1) for x in (queries, keys, values)), strict=True)
-        outputs = [self._several(*part, slopes) for part in parts]
+        split = (x.split(CHUNK, dim=1) for x in (queries, keys, values))
+        outputs = [self._several(*part, slopes=slopes) for part in zip(*split, strict=True)]
         return torch.cat(outputs, dim=1).view(q.shape)
 
     def truncate(self, length: int) -> None:
@@ -210,10 +210,9 @@ class RingLayer(LayerCache):
         sizes = [-(-int(need * MARGIN) // SMALLEST) * SMALLEST for need in self.needs]
         start = 0
         for head in range(1, len(sizes) + 1):
-            if head < len(sizes):
-                group = sizes[start : head + 1]
-                if max(group) <= ALIKE * min(group):
-                    continue
+            group = sizes[start : head + 1]
+            if head < len(sizes) and max(group) <= ALIKE * min(group):
+                continue
             self.rings.append(self._ring(slice(start, head), max(sizes[start:head])))
             start = head
 

@@ -17,8 +17,9 @@ def decoder(dtype: torch.dtype = torch.float32, **settings: object) -> Decoder:
     made = Decoder(ModelConfig(**{**shape, **settings}))  # type: ignore[arg-type]
     with torch.no_grad():
         # Scores of a trained size, where the initial ones are near 0.
-        for block in made.blocks:
-            block.attention.qkv.weight[:128] *= 8  # type: ignore[index,union-attr]
+        for name, weight in made.named_parameters():
+            if name.endswith("qkv.weight"):
+                weight[:128] *= 8
     return made.to(dtype).eval()
 
 
@@ -82,10 +83,11 @@ def test_a_late_query_reaches_for_keys_long_gone(monkeypatch: pytest.MonkeyPatch
         model.embedding.weight[:96, 0] = 0
         model.embedding.weight[96] = 0
         model.embedding.weight[96, 0] = 1
-        for block in model.blocks:
-            weight = block.attention.qkv.weight  # type: ignore[union-attr]
-            weight[:128] *= 0.05  # type: ignore[index,operator]
-            weight[:64, 0] = 40 * torch.randn(64, generator=torch.Generator().manual_seed(1))  # type: ignore[index]
+        loud = 40 * torch.randn(64, generator=torch.Generator().manual_seed(1))
+        for name, weight in model.named_parameters():
+            if name.endswith("qkv.weight"):
+                weight[:128] *= 0.05
+                weight[:64, 0] = loud
     tokens, targets = sequence(5000)
     tokens = tokens % 96
     tokens[-5] = 96

@@ -31,8 +31,8 @@ def noise(seed: int, *shape: int) -> Tensor:
 def decode(
     layer: RingLayer, q: Tensor, k: Tensor, v: Tensor, slopes: tuple[float, ...], pieces: list[int]
 ) -> Tensor:
-    parts = zip(*(x.split(pieces, dim=2) for x in (q, k, v)), strict=True)
-    return torch.cat([layer.attend(*part, slopes) for part in parts], dim=2)
+    parts = zip(q.split(pieces, 2), k.split(pieces, 2), v.split(pieces, 2), strict=True)
+    return torch.cat([layer.attend(*part, slopes=slopes) for part in parts], dim=2)
 
 
 def assert_certified(
@@ -69,8 +69,7 @@ def test_rings_are_bounded_once_they_have_learnt_the_reach() -> None:
     layer = RingLayer(1e-6, None, report)
     decode(layer, q[:, :, :2000], k[:, :, :2000], v[:, :, :2000], slopes, [1] * 2000)
     hot, before = layer.hot_bytes, report.cold_queries
-    parts = (x[:, :, 2000:] for x in (q, k, v))
-    decode(layer, *parts, slopes, [1] * 2000)
+    decode(layer, q[:, :, 2000:], k[:, :, 2000:], v[:, :, 2000:], slopes, [1] * 2000)
     assert layer.hot_bytes == hot
     assert hot < 2 * 3 * 1200 * WIDTH * 4
     assert report.cold_queries - before <= 2000 * 3 * ring.TOO_MANY // ring.REVIEW
@@ -129,8 +128,9 @@ def test_truncation_forgets() -> None:
     layer.truncate(950)
     assert layer.length == 950
     k2, v2 = (torch.cat([x[:, :, :950], -x[:, :, 950:]], dim=2) for x in (k, v))
-    out = decode(layer, *(x[:, :, 950:] for x in (q, k2, v2)), slopes, [50, *[1] * 300])
-    exact = attention(*(x.double() for x in (q[:, :, 950:], k2, v2)), slopes=slopes)
+    q, new_k, new_v = q[:, :, 950:], k2[:, :, 950:], v2[:, :, 950:]
+    out = decode(layer, q, new_k, new_v, slopes, [50, *[1] * 300])
+    exact = attention(*(x.double() for x in (q, k2, v2)), slopes=slopes)
     assert (out.double() - exact).abs().max() < 2e-5
 
 
