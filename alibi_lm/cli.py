@@ -319,3 +319,61 @@ def tokenize(recipe: Path, overrides: Sequence[str], megabytes: float) -> None:
     loaded = load_recipe(recipe, list(overrides))
     tokenizer = load_tokenizer(Path(loaded.output) / "tokenizer")
     benchmark_tokenise(loaded, tokenizer, num_bytes=int(megabytes * 1e6))
+
+
+@bench.command("long")
+@RUN
+@click.option("--corpus", help="Prefix of token files; by default the run's first corpus.")
+@click.option(
+    "--length",
+    "lengths",
+    type=click.IntRange(4096),
+    multiple=True,
+    default=(32768, 131072),
+    show_default=True,
+    help="Length to score; give it several times.",
+)
+@click.option(
+    "--dense-length",
+    type=click.IntRange(0),
+    default=131072,
+    show_default=True,
+    help="Length to score densely too; 0 leaves it out.",
+)
+@click.option(
+    "--position",
+    "positions",
+    type=click.IntRange(4096),
+    multiple=True,
+    default=(20000, 100000),
+    show_default=True,
+    help="Position at which to time decoding; give it several times.",
+)
+@click.option("--precision", type=click.Choice(["fp32", "bf16"]), default="bf16", show_default=True)
+@click.option("--repeats", type=click.IntRange(1), default=3, show_default=True)
+@click.option(
+    "--epsilon",
+    type=click.FloatRange(0, 1, min_open=True, max_open=True),
+    default=1e-6,
+    show_default=True,
+    help="What each head may leave out of a row.",
+)
+def long_inputs(
+    run: Path,
+    corpus: str | None,
+    lengths: Sequence[int],
+    dense_length: int,
+    positions: Sequence[int],
+    precision: str,
+    repeats: int,
+    epsilon: float,
+) -> None:
+    """Score and decode long inputs with RUN's model, by horizons and densely."""
+    from alibi_lm.checkpoint.step import open_run
+    from alibi_lm.evals.benchmark_long import LongBenchmark, benchmark_long
+
+    step = open_run(run)
+    settings = LongBenchmark(
+        sorted(lengths), dense_length or None, 16384, sorted(positions), epsilon, precision, repeats
+    )
+    benchmark_long(step, corpus or step.config.data.corpora[0].prefix, settings)

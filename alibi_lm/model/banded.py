@@ -2,9 +2,14 @@
 
 Queries go in blocks of `BLOCK`. A first call gives every block its own keys and the `NEAR` keys
 before them, for all heads and blocks at once: blocks are the batch, and their keys are overlapping
-views. The bias is -m(i - j) there, exact at any position. The log-sum-exps then prove for each
-block and head where it must start to read. Heads that reach alike, and runs of blocks that do, go
-through the kernel together for what is left; the parts are merged by their log-sum-exp, in fp32.
+views. The bias is -m(i - j) there, exact at any position, and 16-bit numbers are widened to fp32.
+The log-sum-exps then prove for each block and head where it must start to read. Heads that reach
+alike, and runs of blocks that do, go through the kernel together for what is left; the parts are
+merged by their log-sum-exp, in fp32.
+
+The kernel rounds a part to the dtype of q. In 16 bits the dense path has such parts too where it
+has many rows and keys; where it has not, everything is widened, and the certificate's "errors like
+those of the dense path" holds there as well.
 """
 
 from __future__ import annotations
@@ -38,6 +43,8 @@ CHUNK = 8192
 """Queries whose reaches are found together."""
 PIECE = 4096
 """Keys read at a time that are not at hand."""
+WIDE_UP_TO = 4096
+"""Up to this many keys, 16-bit inputs are computed in fp32."""
 
 _kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
@@ -141,11 +148,14 @@ def _sequence(
     reaches: list[Reach] | None,
 ) -> Tensor:
     """[H, Tq, D] queries of one sequence to [Tq, H, D]."""
+    dtype = q.dtype
+    if k.shape[1] <= WIDE_UP_TO:
+        q, k, v = q.float(), k.float(), v.float()
     k, v = k.contiguous(), v.contiguous()
     offset = k.shape[1] - q.shape[1]
     ball = KeyBall(k[:, :CHUNK])
     ball.add(k[:, :offset])
-    out = q.new_empty(q.shape[1], q.shape[0], q.shape[2])
+    out = torch.empty(q.shape[1], q.shape[0], q.shape[2], dtype=dtype)
     for first in range(0, q.shape[1], CHUNK):
         stop = min(first + CHUNK, q.shape[1])
         ball.add(k[:, offset + first : offset + stop])
@@ -197,6 +207,7 @@ class _Blocks:
         self.count = length // size
         self.q = q.unflatten(1, (self.count, size))
         """[H, blocks, size, D]."""
+        self.far_dtype = q.dtype if size == BLOCK else torch.float32
         self.output = q.new_empty(self.q.shape, dtype=torch.float32)
         self.lse = q.new_empty(self.q.shape[:3], dtype=torch.float32)
         begins = first + size * torch.arange(self.count)
@@ -235,20 +246,24 @@ class _Blocks:
             first = max(0, self.begins[start] - NEAR)
             length = self.begins[start] + self.size - first
             keys, values = (
-                self._windows(x, start, stop, first, length)
+                self._windows(x, stop - start, first, length, torch.float32)
                 for x in (self.source.keys, self.source.values)
             )
-            queries = self.q[:, start:stop].transpose(0, 1)
+            queries = self.q[:, start:stop].transpose(0, 1).float()
             part = _kernel(queries, keys, values, 0.0, False, attn_mask=mask[..., -length:])
             self.output[:, start:stop] = part[0].transpose(0, 1)
             self.lse[:, start:stop] = part[1].transpose(0, 1)
 
-    def _windows(self, x: Tensor, start: int, stop: int, first: int, length: int) -> Tensor:
-        """[blocks, KV, length, D], overlapping: block `start` gets positions from `first` on."""
+    def _windows(
+        self, x: Tensor, count: int, first: int, length: int, dtype: torch.dtype
+    ) -> Tensor:
+        """[count, KV, length, D], overlapping: from position `first` on, each a block further."""
+        start = first - self.source.start
+        x = x[:, start : start + length + (count - 1) * self.size].to(dtype)
         return x.as_strided(
-            (stop - start, x.shape[0], length, x.shape[2]),
+            (count, x.shape[0], length, x.shape[2]),
             (self.size * x.stride(1), x.stride(0), x.stride(1), x.stride(2)),
-            x.storage_offset() + (first - self.source.start) * x.stride(1),
+            x.storage_offset(),
         )
 
     def _head_groups(self, needed: Tensor) -> Iterator[slice]:
@@ -295,12 +310,12 @@ class _Blocks:
         first = int(self.near[start]) - length
         kv = slice(heads.start // self.group, (heads.stop - 1) // self.group + 1)
         keys, values = (
-            self._windows(x[kv], start, stop, first, length)
+            self._windows(x[kv], stop - start, first, length, self.far_dtype)
             for x in (self.source.keys, self.source.values)
         )
         bias = key_bias(self.slopes, self.begins[start] + self.size - first, torch.float32)
         assert bias is not None
-        queries = self.q[heads, start:stop].transpose(0, 1)
+        queries = self.q[heads, start:stop].transpose(0, 1).to(self.far_dtype)
         part = _kernel(queries, keys, values, 0.0, False, attn_mask=bias[:, heads, :, :length])
         self._merge(heads, slice(start, stop), part[0].transpose(0, 1), part[1].transpose(0, 1))
 
@@ -318,9 +333,9 @@ class _Blocks:
                 assert bias is not None
                 kv = head // self.group
                 part = _kernel(
-                    self.q[None, head : head + 1, block],
-                    keys[None, kv : kv + 1],
-                    values[None, kv : kv + 1],
+                    self.q[None, head : head + 1, block].to(self.far_dtype),
+                    keys[None, kv : kv + 1].to(self.far_dtype),
+                    values[None, kv : kv + 1].to(self.far_dtype),
                     0.0,
                     False,
                     attn_mask=bias[:, head : head + 1, :, : stop - first],

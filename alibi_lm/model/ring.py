@@ -151,8 +151,10 @@ class RingLayer(LayerCache):
             self._seen = [[] for _ in self.needs]
         if q.shape[2] == 1:
             return self._token(queries, keys, values, slopes).view(q.shape)
-        split = (x.split(CHUNK, dim=1) for x in (queries, keys, values))
-        outputs = [self._several(*part, slopes=slopes) for part in zip(*split, strict=True)]
+        parts = zip(
+            queries.split(CHUNK, 1), keys.split(CHUNK, 1), values.split(CHUNK, 1), strict=True
+        )
+        outputs = [self._several(*part, slopes=slopes) for part in parts]
         return torch.cat(outputs, dim=1).view(q.shape)
 
     def truncate(self, length: int) -> None:
@@ -266,6 +268,8 @@ class RingLayer(LayerCache):
             if not wanting:
                 break
             for head in wanting:
+                if begins[head] == ring_begins[head]:
+                    self._widen(q, head, output, lse, slopes)
                 self._read_piece(q, head, begins, output, lse, slopes)
         group = q.shape[0] // len(self.needs)
         for head, (begin, ring_begin) in enumerate(zip(begins, ring_begins, strict=True)):
@@ -273,6 +277,20 @@ class RingLayer(LayerCache):
                 self.report.cold_queries += 1
                 self.report.cold_keys += ring_begin - begin
                 self._seen[head // group].append(self.length - begin)
+
+    def _widen(
+        self, q: Tensor, head: int, output: Tensor, lse: Tensor, slopes: tuple[float, ...]
+    ) -> None:
+        """Read a head's ring again in fp32: what is merged must not be rounded to 16 bits."""
+        if q.dtype == torch.float32:
+            return
+        kv = head // (q.shape[0] // len(self.needs))
+        ring = next(r for r in self.rings if r.heads.start <= kv < r.heads.stop)
+        stored = ring.view()[1][:, None, kv - ring.heads.start, None].float()
+        bias = key_bias((slopes[head],), stored.shape[3], torch.float32)
+        query = q[None, head : head + 1].float()
+        part = _kernel(query, stored[0], stored[1], 0.0, False, attn_mask=bias)
+        output[head], lse[head] = part[0][0, 0], part[1][0, 0]
 
     def _read_piece(
         self,
@@ -290,9 +308,9 @@ class RingLayer(LayerCache):
         bias = key_bias((slopes[head],), self.length - first, torch.float32)
         assert bias is not None
         part, part_lse = _kernel(
-            q[None, head : head + 1],
-            keys[None, kv : kv + 1],
-            values[None, kv : kv + 1],
+            q[None, head : head + 1].float(),
+            keys[None, kv : kv + 1].float(),
+            values[None, kv : kv + 1].float(),
             0.0,
             False,
             attn_mask=bias[..., : stop - first],
