@@ -214,6 +214,7 @@ def generate(
     from alibi_lm.checkpoint.step import open_run
     from alibi_lm.errors import CheckpointError, Problem
     from alibi_lm.model.generation import generate as run_generate
+    from alibi_lm.model.ring import RingReport
 
     step = open_run(run)
     tokenizer = step.tokenizer()
@@ -223,6 +224,7 @@ def generate(
             Problem(str(step.folder), None, rule, "train with data.tokenizer set")
         )
     ids = tokenizer.encode(prompt) or [tokenizer.eos_id]
+    report = RingReport()
     tokens = run_generate(
         step.decoder(),
         [ids],
@@ -233,8 +235,12 @@ def generate(
         seed=seed,
         eos_id=tokenizer.eos_id,
         epsilon=epsilon,
+        report=report,
     )
     console.say(prompt + tokenizer.decode([t for t in tokens[0] if t != tokenizer.eos_id]))
+    if report.queries:
+        share = f"{report.cold_queries:,} of {report.queries:,} ({report.cold_share:.2%})"
+        console.say(f"queries of single heads that reached beyond their ring: {share}")
 
 
 @main.command()

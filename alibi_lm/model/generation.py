@@ -13,7 +13,7 @@ from alibi_lm.model.cache import Cache
 from alibi_lm.model.decoder import Decoder
 from alibi_lm.model.initial import generator
 from alibi_lm.model.long import DENSE_UP_TO, why_dense
-from alibi_lm.model.ring import RingCache
+from alibi_lm.model.ring import RingCache, RingReport
 
 PREFILL_CHUNK = 1024
 
@@ -29,6 +29,7 @@ def generate(
     seed: int = 0,
     eos_id: int | None = None,
     epsilon: float = 0.0,
+    report: RingReport | None = None,
 ) -> list[list[int]]:
     """Continue each prompt; prompts may differ in length.
 
@@ -45,6 +46,7 @@ def generate(
         seed: seed of the draws.
         eos_id: a continuation ends with this token, which it includes.
         epsilon: what each head and row may leave out of its probability, see `decoding_cache`.
+        report: takes up what decoding with rings has read.
 
     Returns:
         The new tokens of each prompt.
@@ -62,7 +64,7 @@ def generate(
         generators = [generator(seed, index) for index in members]
         batch = torch.tensor([rows[index] for index in members], dtype=torch.int64)
         finished = [False] * len(members)
-        cache = decoding_cache(decoder, length + max_new_tokens, epsilon)
+        cache = decoding_cache(decoder, length + max_new_tokens, epsilon, report=report)
         for tokens in _steps(
             decoder, batch, max_new_tokens, temperature, top_k, top_p, generators, cache
         ):
@@ -102,7 +104,11 @@ def stream(
 
 
 def decoding_cache(
-    decoder: Decoder, num_tokens: int, epsilon: float, folder: Path | None = None
+    decoder: Decoder,
+    num_tokens: int,
+    epsilon: float,
+    folder: Path | None = None,
+    report: RingReport | None = None,
 ) -> Cache:
     """A cache for `num_tokens` tokens.
 
@@ -111,7 +117,7 @@ def decoding_cache(
     the store of old keys and values (in `folder`, or in host memory) is bounded.
     """
     if epsilon > 0 and num_tokens > DENSE_UP_TO and why_dense(decoder) is None:
-        return RingCache(decoder.config.num_layers, epsilon, folder)
+        return RingCache(decoder.config.num_layers, epsilon, folder, report or RingReport())
     return decoder.new_cache()
 
 

@@ -155,7 +155,9 @@ def test_generation_is_the_dense_one_past_the_horizons() -> None:
     decoder = Decoder(config).eval()
     prompts = torch.randint(97, (2, DENSE_UP_TO), generator=torch.Generator().manual_seed(0))
     dense = generate(decoder, prompts, 300)
-    assert generate(decoder, prompts, 300, epsilon=1e-6) == dense
+    report = RingReport()
+    assert generate(decoder, prompts, 300, epsilon=1e-6, report=report) == dense
+    assert report.queries == 299 * 2 * 2 * 4
     cache = decoding_cache(decoder, 3000, 1e-6)
     assert isinstance(cache, RingCache)
     reference = decoder.new_cache()
