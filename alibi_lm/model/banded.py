@@ -329,8 +329,8 @@ class _Blocks:
                 return
             keys, values = self.source.read(first, stop)
             for head, block in wanting:
-                bias = key_bias(self.slopes, self.begins[block] + self.size - first, torch.float32)
-                assert bias is not None
+                last = self.begins[block] + self.size - 1
+                bias = distance_bias(self.slopes[head], last - first, last - stop + 1)
                 kv = head // self.group
                 part = _kernel(
                     self.q[None, head : head + 1, block].to(self.far_dtype),
@@ -338,7 +338,7 @@ class _Blocks:
                     values[None, kv : kv + 1].to(self.far_dtype),
                     0.0,
                     False,
-                    attn_mask=bias[:, head : head + 1, :, : stop - first],
+                    attn_mask=bias,
                 )
                 self._merge(slice(head, head + 1), slice(block, block + 1), *part)
 
@@ -354,6 +354,12 @@ class _Blocks:
         # The share from the difference: an error of the sum would not cancel.
         own.lerp_(output.float(), torch.sigmoid(lse - total).unsqueeze(-1))
         torch.logaddexp(total, lse, out=total)
+
+
+def distance_bias(slope: float, farthest: int, nearest: int) -> Tensor:
+    """-m d of the distances d from `farthest` down to `nearest`, fp32 [1, 1, 1, n]."""
+    distances = torch.arange(farthest, nearest - 1, -1, dtype=torch.float64)
+    return (-slope * distances).float().view(1, 1, 1, -1)
 
 
 @lru_cache(maxsize=8)

@@ -23,7 +23,8 @@ the share that is left out and f a mean of values: |o - o'| = p |f - o'| <= 2 ep
 
 No step assumes anything of q and k: where norms are large the bound is weak and more is read. What
 is computed in floating point is moved to the safe side: norms and q.c up, the log-sum-exp down, by
-bounds of their rounding. A number that is not finite reads everything.
+bounds of their rounding (with fp32 products in full precision, as is torch's default). A number
+that is not finite reads everything.
 
 `prior_horizon` is the bound before any score is known.
 """
@@ -143,8 +144,8 @@ def query_rows(q: Tensor, ball: KeyBall, slopes: tuple[float, ...]) -> Rows:
     width = q.shape[-1]
     scale = 1 / math.sqrt(width)
     norm = upper_norms(q).double() * (scale * (1 + _ROUNDING))
-    centre = ball.centre[heads]
-    towards = torch.matmul(q.float(), centre.unsqueeze(-1)).squeeze(-1).double() * scale
+    # Not a matrix product: those may be told to round their inputs.
+    towards = (q.float() * ball.centre[heads].unsqueeze(1)).sum(dim=-1).double() * scale
     error = (width + 8) * _ROUNDING * norm * ball.centre_norm[heads].double().unsqueeze(1)
     steepness = torch.tensor(slopes, dtype=torch.float64, device=q.device)
     return Rows(towards + error, norm, heads, steepness)

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from alibi_lm.model.banded import ALIKE, CHUNK, NEAR, attend
+from alibi_lm.model.banded import ALIKE, CHUNK, NEAR, attend, distance_bias
 from alibi_lm.model.cache import Cache, LayerCache
 from alibi_lm.model.cold import ColdStore
 from alibi_lm.model.flash import key_bias
@@ -232,14 +232,14 @@ class RingLayer(LayerCache):
         group = q.shape[0] // len(self.needs)
         outputs, logsumexps = [], []
         begins: list[int] = []
+        longest = max(ring.capacity for ring in self.rings)
+        table = key_bias(slopes, longest, torch.float32)
+        assert table is not None
         for ring in self.rings:
             first, stored = ring.view()
             heads = slice(ring.heads.start * group, ring.heads.stop * group)
-            bias = key_bias(slopes, stored.shape[2], torch.float32)
-            assert bias is not None
-            part = _kernel(
-                q[None, heads], stored[:1], stored[1:], 0.0, False, attn_mask=bias[:, heads]
-            )
+            bias = table[:, heads, :, longest - stored.shape[2] :]
+            part = _kernel(q[None, heads], stored[:1], stored[1:], 0.0, False, attn_mask=bias)
             outputs.append(part[0][0].float())
             logsumexps.append(part[1][0].float())
             begins += [first] * (heads.stop - heads.start)
@@ -287,7 +287,7 @@ class RingLayer(LayerCache):
         kv = head // (q.shape[0] // len(self.needs))
         ring = next(r for r in self.rings if r.heads.start <= kv < r.heads.stop)
         stored = ring.view()[1][:, None, kv - ring.heads.start, None].float()
-        bias = key_bias((slopes[head],), stored.shape[3], torch.float32)
+        bias = distance_bias(slopes[head], stored.shape[3] - 1, 0)
         query = q[None, head : head + 1].float()
         part = _kernel(query, stored[0], stored[1], 0.0, False, attn_mask=bias)
         output[head], lse[head] = part[0][0, 0], part[1][0, 0]
@@ -305,15 +305,14 @@ class RingLayer(LayerCache):
         first = max(0, stop - COLD_PIECE)
         kv = head // (q.shape[0] // len(self.needs))
         keys, values = self.cold.read(first, stop)
-        bias = key_bias((slopes[head],), self.length - first, torch.float32)
-        assert bias is not None
+        bias = distance_bias(slopes[head], self.length - 1 - first, self.length - stop)
         part, part_lse = _kernel(
             q[None, head : head + 1].float(),
             keys[None, kv : kv + 1].float(),
             values[None, kv : kv + 1].float(),
             0.0,
             False,
-            attn_mask=bias[..., : stop - first],
+            attn_mask=bias,
         )
         share = torch.sigmoid(part_lse[0] - lse[head : head + 1]).unsqueeze(-1)
         output[head : head + 1] = torch.lerp(output[head : head + 1], part[0].float(), share)
