@@ -167,11 +167,14 @@ def test_certificate(kind: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("length", [16384, 131072])
+@pytest.mark.parametrize(
+    ("length", "dtype"),
+    [(16384, torch.float32), (16384, torch.bfloat16), (131072, torch.float32)],
+)
 @pytest.mark.parametrize("kind", KINDS)
-def test_certificate_at_length(kind: str, length: int) -> None:
+def test_certificate_at_length(kind: str, length: int, dtype: torch.dtype) -> None:
     rows = [*range(0, length, length // 24), *range(length - 16, length)]
-    check(KINDS[kind](length), EPSILONS, rows)
+    check(KINDS[kind](length).to(dtype), EPSILONS, rows)
 
 
 def tight(epsilon: float) -> Problem:
