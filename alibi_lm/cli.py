@@ -179,6 +179,20 @@ def needle(run: Path, overrides: Sequence[str], suite: Path | None, force: bool)
     evaluate(open_run(run), read_suite(suite, overrides).needle, force=force)
 
 
+@eval.command()
+@RUN
+@OVERRIDES
+@SUITE
+@FORCE
+def horizon(run: Path, overrides: Sequence[str], suite: Path | None, force: bool) -> None:
+    """How far each head provably, and truly, reads; a model with linear biases."""
+    from alibi_lm.checkpoint.step import open_run
+    from alibi_lm.evals.horizon import evaluate
+    from alibi_lm.evals.suite import read_suite
+
+    evaluate(open_run(run), read_suite(suite, overrides).horizon, force=force)
+
+
 @main.command()
 @RUN
 @click.argument("out", type=click.Path(path_type=Path), required=False)
@@ -232,6 +246,13 @@ def export(run: Path, out: Path | None, dtype: str, layout: str | None, tokenize
     help="Sample from the likeliest tokens of this total share.",
 )
 @click.option("--seed", default=0, show_default=True, help="Seed of the sampling.")
+@click.option(
+    "--epsilon",
+    type=click.FloatRange(0, 1, max_open=True),
+    default=1e-6,
+    show_default=True,
+    help="What each head may leave out of a row, beyond 2,048 tokens; 0 is dense.",
+)
 def generate(
     run: Path,
     prompt: str,
@@ -240,11 +261,13 @@ def generate(
     top_k: int | None,
     top_p: float | None,
     seed: int,
+    epsilon: float,
 ) -> None:
     """Let RUN's model go on from a prompt."""
     from alibi_lm.checkpoint.step import open_run
     from alibi_lm.errors import CheckpointError, Problem
     from alibi_lm.model.generation import generate as run_generate
+    from alibi_lm.model.ring import RingReport
 
     step = open_run(run)
     tokenizer = step.tokenizer()
@@ -254,6 +277,7 @@ def generate(
             Problem(str(step.folder), None, rule, "train with data.tokenizer set")
         )
     ids = tokenizer.encode(prompt) or [tokenizer.eos_id]
+    report = RingReport()
     tokens = run_generate(
         step.decoder(),
         [ids],
@@ -263,8 +287,13 @@ def generate(
         top_p=top_p,
         seed=seed,
         eos_id=tokenizer.eos_id,
+        epsilon=epsilon,
+        report=report,
     )
     console.say(prompt + tokenizer.decode([t for t in tokens[0] if t != tokenizer.eos_id]))
+    if report.queries:
+        share = f"{report.cold_queries:,} of {report.queries:,} ({report.cold_share:.2%})"
+        console.say(f"queries of single heads that reached beyond their ring: {share}")
 
 
 @main.command()
@@ -383,3 +412,61 @@ def tokenize(recipe: Path, overrides: Sequence[str], megabytes: float) -> None:
     loaded = load_recipe(recipe, list(overrides))
     tokenizer = load_tokenizer(Path(loaded.output) / "tokenizer")
     benchmark_tokenise(loaded, tokenizer, num_bytes=int(megabytes * 1e6))
+
+
+@bench.command("long")
+@RUN
+@click.option("--corpus", help="Prefix of token files; by default the run's first corpus.")
+@click.option(
+    "--length",
+    "lengths",
+    type=click.IntRange(4096),
+    multiple=True,
+    default=(32768, 131072),
+    show_default=True,
+    help="Length to score; give it several times.",
+)
+@click.option(
+    "--dense-length",
+    type=click.IntRange(0),
+    default=131072,
+    show_default=True,
+    help="Length to score densely too; 0 leaves it out.",
+)
+@click.option(
+    "--position",
+    "positions",
+    type=click.IntRange(4096),
+    multiple=True,
+    default=(20000, 100000),
+    show_default=True,
+    help="Position at which to time decoding; give it several times.",
+)
+@click.option("--precision", type=click.Choice(["fp32", "bf16"]), default="bf16", show_default=True)
+@click.option("--repeats", type=click.IntRange(1), default=3, show_default=True)
+@click.option(
+    "--epsilon",
+    type=click.FloatRange(0, 1, min_open=True, max_open=True),
+    default=1e-6,
+    show_default=True,
+    help="What each head may leave out of a row.",
+)
+def long_inputs(
+    run: Path,
+    corpus: str | None,
+    lengths: Sequence[int],
+    dense_length: int,
+    positions: Sequence[int],
+    precision: str,
+    repeats: int,
+    epsilon: float,
+) -> None:
+    """Score and decode long inputs with RUN's model, by horizons and densely."""
+    from alibi_lm.checkpoint.step import open_run
+    from alibi_lm.evals.benchmark_long import LongBenchmark, benchmark_long
+
+    step = open_run(run)
+    settings = LongBenchmark(
+        sorted(lengths), dense_length or None, 16384, sorted(positions), epsilon, precision, repeats
+    )
+    benchmark_long(step, corpus or step.config.data.corpora[0].prefix, settings)

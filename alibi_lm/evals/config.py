@@ -23,11 +23,18 @@ class PerplexityConfig:
     """Tokens put through the model at once."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Arithmetic of the model; losses are fp32 always."""
+    epsilon: float | None = None
+    """Probability that a head may leave out of a row's far keys at lengths above 2,048; 0 is dense.
+    By default 1e-6 where the model has linear biases and no window, else 0."""
 
     def problems(self, key: str) -> Iterator[Problem]:
         """The rules of this section that are broken."""
         yield from _length_problems(self.lengths, f"{key}lengths")
         yield from _positive_problems(self, key, ("max_tokens", "batch_tokens"))
+        if self.epsilon is not None and not 0 <= self.epsilon < 1:
+            yield Problem(
+                f"{key}epsilon", self.epsilon, "is not in [0, 1)", "give for example 1e-6"
+            )
 
 
 @dataclass
@@ -65,6 +72,30 @@ class NeedleConfig:
 
 
 @dataclass
+class HorizonConfig:
+    """How far heads read."""
+
+    num_tokens: int = 32768
+    """Length of the text, from the start of the corpus, documents one after another."""
+    num_queries: int = 128
+    """Positions of its second half whose true reach is measured."""
+    epsilon: float = 1e-6
+    """Share of a row's probability that counts as nothing."""
+    corpus: str | None = None
+    """Prefix of the token files; by default the run's first validation corpus."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Arithmetic of the model."""
+
+    def problems(self, key: str) -> Iterator[Problem]:
+        """The rules of this section that are broken."""
+        yield from _positive_problems(self, key, ("num_tokens", "num_queries"))
+        if not 0 < self.epsilon < 1:
+            yield Problem(
+                f"{key}epsilon", self.epsilon, "is not in (0, 1)", "give for example 1e-6"
+            )
+
+
+@dataclass
 class SuiteConfig:
     """Everything that an eval suite YAML can hold."""
 
@@ -72,6 +103,8 @@ class SuiteConfig:
     """Settings of `alibi-lm eval perplexity`."""
     needle: NeedleConfig = field(default_factory=NeedleConfig)
     """Settings of `alibi-lm eval needle`."""
+    horizon: HorizonConfig = field(default_factory=HorizonConfig)
+    """Settings of `alibi-lm eval horizon`."""
 
 
 def _length_problems(lengths: list[int] | None, key: str) -> Iterator[Problem]:

@@ -153,7 +153,7 @@ def run_perplexity(
     lengths = results.chosen_lengths(step, config)
     files = results.open_corpora(step, config)
     documents = choose_documents(files, lengths[-1], config.max_tokens)
-    scorer = scorer or native_scorer(step, config.precision)
+    scorer = scorer or native_scorer(step, config.precision, config.epsilon)
     started = time.perf_counter()
     losses = document_losses(scorer, documents.tokens, lengths, config.batch_tokens)
     seconds = time.perf_counter() - started

@@ -211,3 +211,33 @@ def _mark_training_length(axes: Axes, lengths: Sequence[int], training_length: i
         axes.axvline(inside - 0.5, color=TRAINING, linewidth=2.5)
         axes.set_xlabel(f"prompt length (tokens); red line: training length {training_length:,}",
                         color=INK)  # fmt: skip
+
+
+def horizon_figure(result: Mapping[str, Any]) -> Figure:
+    """Certified and true reach of every head, the training length marked."""
+    figure, axes = _axes(9, 4.2)
+    slopes = result["slopes"]
+    kinds = (("certified_max", BLUE, "certified", -0.15), ("true_max", SERIES[1], "true", 0.15))
+    for key, color, label, shift in kinds:
+        axes.scatter(
+            [row["head"] + shift for row in result["rows"]],
+            [max(1, row[key]) for row in result["rows"]],
+            color=color,
+            s=26,
+            alpha=0.8,
+            linewidths=0,
+            label=f"{label} reach (one point a layer)",
+        )
+    axes.axhline(result["training_length"], color=TRAINING, linestyle="--", linewidth=1.3,
+                 label="training length")  # fmt: skip
+    axes.set_yscale("log", base=2)
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    names = [f"{head}\n{slope:.3g}" for head, slope in enumerate(slopes)]
+    if len(slopes) <= 16:
+        axes.set_xticks(range(len(slopes)), names)
+    axes.set_xlabel("head, and its slope", color=INK)
+    axes.set_ylabel("reach (tokens, log scale)", color=INK)
+    axes.legend(frameon=False, fontsize=10, labelcolor=INK)
+    _title(axes, f"How far heads read, but for {result['epsilon']:g} of their probability")
+    return figure

@@ -14,7 +14,7 @@ import jinja2
 
 from alibi_lm.evals import plots, results
 from alibi_lm.evals.metrics import Metrics, read_metrics
-from alibi_lm.evals.tables import needle_lines, perplexity_lines
+from alibi_lm.evals.tables import horizon_lines, needle_lines, perplexity_lines
 from alibi_lm.files import write_text
 from alibi_lm.model.slopes import alibi_slopes
 from alibi_lm.settings import flatten
@@ -35,6 +35,8 @@ TONES = {
     "does not retrieve": "open",
     "fades": "open",
     "cannot tell": "open",
+    "bounded": "good",
+    "not bounded": "open",
 }
 
 
@@ -49,6 +51,7 @@ def write_report(step: Step) -> Path:
     metrics = read_metrics(step.run_folder, step.step)
     perplexity = results.stored(step, "perplexity")
     needle = results.stored(step, "needle")
+    horizon = results.stored(step, "horizon")
     pictures: dict[str, str] = {}
     if metrics is not None:
         pictures["loss"] = _picture(step, "loss", plots.loss_figure(metrics))
@@ -56,6 +59,8 @@ def write_report(step: Step) -> Path:
         pictures["perplexity"] = _picture(step, "perplexity", plots.perplexity_figure(perplexity))
     if needle is not None:
         pictures["needle"] = _picture(step, "needle", plots.needle_figure(needle))
+    if horizon is not None:
+        pictures["horizon"] = _picture(step, "horizon", plots.horizon_figure(horizon))
     page = _template().render(
         title=f"Report on {step.run_folder.name}",
         subtitle=f"Checkpoint of step {step.step:,}, saved {step.meta.get('saved_at', '')}",
@@ -63,6 +68,7 @@ def write_report(step: Step) -> Path:
         pictures=pictures,
         perplexity=_with_tone(perplexity),
         needle=_with_tone(needle),
+        horizon=_with_tone(horizon),
         slopes=slope_rows(step),
         export=export_rows(step),
         meaning=meaning(step, perplexity, needle),
@@ -99,6 +105,7 @@ def commands(step: Step) -> dict[str, str]:
     return {
         "perplexity": f"alibi-lm eval perplexity {run}",
         "needle": f"alibi-lm eval needle {run}",
+        "horizon": f"alibi-lm eval horizon {run}",
         "export": f"alibi-lm export {run}",
     }
 
@@ -236,6 +243,12 @@ def summary_lines(step: Step) -> list[str]:
         f"needle: not measured yet: {commands(step)['needle']}"
     ]  # fmt: skip
     lines.append("")
+    if step.config.model.position == "alibi":
+        horizon = results.stored(step, "horizon")
+        lines += horizon_lines(horizon) if horizon else [
+            f"horizon: not measured yet: {commands(step)['horizon']}"
+        ]  # fmt: skip
+        lines.append("")
     lines += _export_lines(step)
     lines += ["", "What this does and does not show:"]
     lines += [f"  - {line}" for line in meaning(step, perplexity, needle)]

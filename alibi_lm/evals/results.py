@@ -13,7 +13,7 @@ from alibi_lm.console import console
 from alibi_lm.data.indexed import TokenFile
 from alibi_lm.data.manifest import check_tokenizer
 from alibi_lm.errors import ConfigError, DataError, Problem
-from alibi_lm.evals.config import NeedleConfig, PerplexityConfig
+from alibi_lm.evals.config import HorizonConfig, NeedleConfig, PerplexityConfig
 from alibi_lm.files import write_json
 
 if TYPE_CHECKING:
@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 
 DEFAULT_MULTIPLES = (0.5, 1, 2, 4, 8, 16)
 
-Settings = PerplexityConfig | NeedleConfig
-SomeSettings = TypeVar("SomeSettings", PerplexityConfig, NeedleConfig)
+LengthSettings = PerplexityConfig | NeedleConfig
+Settings = LengthSettings | HorizonConfig
+SomeSettings = TypeVar("SomeSettings", PerplexityConfig, NeedleConfig, HorizonConfig)
 
 
 def default_lengths(training_length: int) -> list[int]:
@@ -30,7 +31,7 @@ def default_lengths(training_length: int) -> list[int]:
     return sorted({max(1, int(multiple * training_length)) for multiple in DEFAULT_MULTIPLES})
 
 
-def chosen_lengths(step: Step, config: Settings) -> list[int]:
+def chosen_lengths(step: Step, config: LengthSettings) -> list[int]:
     """The configured lengths or the default ones, ascending.
 
     Raises:
@@ -104,7 +105,7 @@ def inputs_of(step: Step, config: Settings, files: Sequence[TokenFile]) -> dict[
 
 
 def result_path(step: Step, name: str) -> Path:
-    """Where the result of eval `name` (perplexity or needle) is stored."""
+    """Where the result of eval `name` (perplexity, needle or horizon) is stored."""
     return step.evals_folder / f"{name}.json"
 
 

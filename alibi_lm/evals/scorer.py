@@ -12,6 +12,9 @@ from torch import Tensor
 from alibi_lm.errors import ConfigError, DataError, Problem
 from alibi_lm.model.cache import Cache
 from alibi_lm.model.decoder import Decoder
+from alibi_lm.model.generation import decoding_cache
+from alibi_lm.model.horizon import DEFAULT_EPSILON
+from alibi_lm.model.long import DENSE_UP_TO, long_losses, why_dense
 
 if TYPE_CHECKING:
     from alibi_lm.checkpoint.step import Step
@@ -73,13 +76,30 @@ class NativeScorer:
     """Scores our own decoder.
 
     Memory grows linearly with the length: attention works in chunks, and logits are made for some
-    positions at a time.
+    positions at a time. With an epsilon above 0, so does the time of long inputs.
+
+    Attributes:
+        epsilon: what each head and row may leave out of its probability; 0 is dense.
     """
 
-    def __init__(self, decoder: Decoder, device: torch.device | str | None = None) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        device: torch.device | str | None = None,
+        epsilon: float | None = 0.0,
+    ) -> None:
+        """Score `decoder`; `epsilon` None is the default one where the model has horizons.
+
+        Raises:
+            ConfigError: an epsilon above 0 for a model that has no horizons.
+        """
         default = "cuda" if torch.cuda.is_available() else "cpu"
         self._device = torch.device(device or default)
         self._decoder = decoder.to(self._device).eval()
+        reason = why_dense(self._decoder)
+        if epsilon and reason is not None:
+            raise ConfigError(Problem("epsilon", epsilon, reason, "leave it out, or set it to 0"))
+        self.epsilon = (0.0 if reason else DEFAULT_EPSILON) if epsilon is None else epsilon
 
     @property
     def vocab_size(self) -> int:
@@ -95,6 +115,9 @@ class NativeScorer:
             DataError: a token id that the model does not have.
         """
         tokens = self._checked(tokens, tokens.shape[1] - 1)
+        if self.epsilon and tokens.shape[1] - 1 > DENSE_UP_TO:
+            rows = (long_losses(self._decoder, row[:-1], row[1:], self.epsilon) for row in tokens)
+            return torch.stack(list(rows))
         return self._decoder.losses(tokens[:, :-1], tokens[:, 1:]).float().cpu()
 
     @torch.inference_mode()
@@ -109,7 +132,7 @@ class NativeScorer:
         longest = length + max(candidates.shape[2], max_new_tokens)
         prompts = self._checked(prompts, longest)
         candidates = self._checked(candidates, longest)
-        cache = self._decoder.new_cache()
+        cache = decoding_cache(self._decoder, longest, self.epsilon)
         first = self._read(prompts, cache)
         scores = []
         for choice in candidates.unbind(1):
@@ -133,6 +156,7 @@ class NativeScorer:
             "num_parameters": self._decoder.num_parameters(),
             "dtype": str(parameter.dtype).removeprefix("torch."),
             "device": self._device.type,
+            "epsilon": self.epsilon,
         }
 
     def _checked(self, tokens: Tensor, num_positions: int) -> Tensor:
@@ -173,9 +197,12 @@ class NativeScorer:
         return torch.stack(new, 1) if new else first.new_empty(len(first), 0, dtype=torch.int64)
 
 
-def native_scorer(step: Step, precision: str) -> NativeScorer:
-    """The scorer of a checkpoint's own weights.
+def native_scorer(step: Step, precision: str, epsilon: float | None = 0.0) -> NativeScorer:
+    """The scorer of a checkpoint's own weights; `epsilon` as `NativeScorer` takes it.
 
     Linear biases stay fp32 whatever the precision: attention computes them from fp32 slopes.
+
+    Raises:
+        ConfigError: an epsilon above 0 for a model that has no horizons.
     """
-    return NativeScorer(step.decoder(dtype=DTYPES[precision]))
+    return NativeScorer(step.decoder(dtype=DTYPES[precision]), epsilon=epsilon)

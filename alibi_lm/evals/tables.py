@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from alibi_lm.evals.verdicts import score_words
+from alibi_lm.model.long import DENSE_UP_TO
 
 
 def perplexity_lines(result: Mapping[str, Any]) -> list[str]:
@@ -18,6 +19,11 @@ def perplexity_lines(result: Mapping[str, Any]) -> list[str]:
         lines.append(
             f"{row['length']:>10,}  {row['multiple']:>10g}  {row['perplexity']:>10.3f}  "
             f"{shown:>17}  {ratio}"
+        )
+    epsilon = result["model"].get("epsilon")
+    if epsilon:
+        lines.append(
+            f"above {DENSE_UP_TO:,} tokens each head leaves out at most {epsilon:g} of a row"
         )
     return lines
 
@@ -42,3 +48,22 @@ def needle_lines(result: Mapping[str, Any]) -> list[str]:
         f"  generation, best length {generated['length']:,}: "
         f"{score_words(generated['generation'])}",
     ]
+
+
+def horizon_lines(result: Mapping[str, Any]) -> list[str]:
+    """Slope, certified and true reach by head: the largest over layers, then each layer's."""
+    lines = [
+        f"{'head':>4}  {'slope':>8}  {'certified':>10}  {'true':>10}  by layer: certified / true"
+    ]
+    for head, slope in enumerate(result["slopes"]):
+        rows = [row for row in result["rows"] if row["head"] == head]
+        parts = [f"{row['certified_max']:,} / {row['true_max']:,}" for row in rows]
+        lines.append(
+            f"{head:>4}  {slope:>8.5f}  {max(row['certified_max'] for row in rows):>10,}  "
+            f"{max(row['true_max'] for row in rows):>10,}  {', '.join(parts)}"
+        )
+    composed = result["composed"]
+    lines.append(
+        f"through all layers: certified {composed['certified']:,}, true {composed['true']:,} tokens"
+    )
+    return lines

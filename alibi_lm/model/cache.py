@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -28,6 +30,10 @@ class LayerCache:
         self.length += keys.shape[2]
         return self._keys[:, :, : self.length], self._values[:, :, : self.length]
 
+    def truncate(self, length: int) -> None:
+        """Forget all tokens from position `length` on."""
+        self.length = length
+
     def _stored(self, buffer: Tensor | None, new: Tensor) -> Tensor:
         batch, heads, length, width = new.shape
         if buffer is not None and (
@@ -53,7 +59,7 @@ class Cache:
     """The caches of all blocks, in order."""
 
     def __init__(self, num_layers: int) -> None:
-        self.layers = [LayerCache() for _ in range(num_layers)]
+        self.layers: Sequence[LayerCache] = [LayerCache() for _ in range(num_layers)]
 
     @property
     def length(self) -> int:
@@ -69,4 +75,4 @@ class Cache:
         if not 0 <= length <= self.length:
             raise ValueError(f"a cache of {self.length} tokens cannot be cut to {length}")
         for layer in self.layers:
-            layer.length = length
+            layer.truncate(length)

@@ -82,7 +82,11 @@ class Decoder(nn.Module):
 
         The whole logits are never held where they are large. A target of -100 has loss 0.
         """
-        normed = self.head.norm(self.hidden_states(tokens, cache))
+        return self.hidden_losses(self.hidden_states(tokens, cache), targets)
+
+    def hidden_losses(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """`losses` of targets [B, T], given the `hidden_states` [B, T, hidden_size]."""
+        normed = self.head.norm(hidden)
         weight = self.embedding.weight if self.config.tied_embeddings else self.head.weight
         return output_losses(normed, weight, targets, vocab_size(self.config), self.tp)
 

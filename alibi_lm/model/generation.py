@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -11,6 +12,8 @@ from alibi_lm.errors import DataError, Problem
 from alibi_lm.model.cache import Cache
 from alibi_lm.model.decoder import Decoder
 from alibi_lm.model.initial import generator
+from alibi_lm.model.long import DENSE_UP_TO, why_dense
+from alibi_lm.model.ring import RingCache, RingReport
 
 PREFILL_CHUNK = 1024
 
@@ -25,6 +28,8 @@ def generate(
     top_p: float | None = None,
     seed: int = 0,
     eos_id: int | None = None,
+    epsilon: float = 0.0,
+    report: RingReport | None = None,
 ) -> list[list[int]]:
     """Continue each prompt; prompts may differ in length.
 
@@ -40,6 +45,8 @@ def generate(
         top_p: draw from the fewest most likely tokens that together have this probability.
         seed: seed of the draws.
         eos_id: a continuation ends with this token, which it includes.
+        epsilon: what each head and row may leave out of its probability, see `decoding_cache`.
+        report: takes up what decoding with rings has read.
 
     Returns:
         The new tokens of each prompt.
@@ -57,7 +64,10 @@ def generate(
         generators = [generator(seed, index) for index in members]
         batch = torch.tensor([rows[index] for index in members], dtype=torch.int64)
         finished = [False] * len(members)
-        for tokens in _steps(decoder, batch, max_new_tokens, temperature, top_k, top_p, generators):
+        cache = decoding_cache(decoder, length + max_new_tokens, epsilon, report=report)
+        for tokens in _steps(
+            decoder, batch, max_new_tokens, temperature, top_k, top_p, generators, cache
+        ):
             for place, token in enumerate(tokens):
                 if not finished[place]:
                     results[members[place]].append(token)
@@ -77,16 +87,38 @@ def stream(
     top_p: float | None = None,
     seed: int = 0,
     eos_id: int | None = None,
+    epsilon: float = 0.0,
 ) -> Iterator[int]:
     """The tokens of `generate` for one prompt, each as soon as it is known."""
     row = [int(token) for token in prompt]
     _check(decoder, [row], max_new_tokens, temperature, top_k, top_p)
     batch = torch.tensor([row], dtype=torch.int64)
     generators = [generator(seed, 0)]
-    for tokens in _steps(decoder, batch, max_new_tokens, temperature, top_k, top_p, generators):
+    cache = decoding_cache(decoder, len(row) + max_new_tokens, epsilon)
+    for tokens in _steps(
+        decoder, batch, max_new_tokens, temperature, top_k, top_p, generators, cache
+    ):
         yield tokens[0]
         if tokens[0] == eos_id:
             return
+
+
+def decoding_cache(
+    decoder: Decoder,
+    num_tokens: int,
+    epsilon: float,
+    folder: Path | None = None,
+    report: RingReport | None = None,
+) -> Cache:
+    """A cache for `num_tokens` tokens.
+
+    With an epsilon above 0, a model that has horizons, and more than `DENSE_UP_TO` tokens it is a
+    `RingCache`: each head and row may leave out `epsilon` of its probability, and memory beside
+    the store of old keys and values (in `folder`, or in host memory) is bounded.
+    """
+    if epsilon > 0 and num_tokens > DENSE_UP_TO and why_dense(decoder) is None:
+        return RingCache(decoder.config.num_layers, epsilon, folder, report or RingReport())
+    return decoder.new_cache()
 
 
 def prefill(decoder: Decoder, tokens: Tensor, cache: Cache) -> Tensor:
@@ -108,9 +140,9 @@ def _steps(
     top_k: int | None,
     top_p: float | None,
     generators: list[torch.Generator],
+    cache: Cache,
 ) -> Iterator[list[int]]:
     """The next token of every row, again and again."""
-    cache = decoder.new_cache()
     tokens = batch.to(decoder.embedding.weight.device)
     for _ in range(max_new_tokens):
         logits = prefill(decoder, tokens, cache)

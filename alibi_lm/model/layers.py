@@ -23,6 +23,7 @@ from alibi_lm.model.positions import (
     rotate,
     sinusoidal,
 )
+from alibi_lm.model.ring import RingLayer
 from alibi_lm.model.slopes import alibi_slopes, slice_slopes
 from alibi_lm.parallel.mesh import ALONE, Axis
 from alibi_lm.parallel.tensor import (
@@ -123,14 +124,13 @@ class Attention(nn.Module):
 
     def forward(self, hidden: Tensor, cache: LayerCache | None = None) -> Tensor:
         """hidden [B, T, hidden_size] to the same; the tokens follow those in the cache."""
-        # [B, heads, T, D] views of one product: the kernel reads them where they lie.
-        q, k, v = (
-            part.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
-            for part in self.qkv(hidden).split(self.widths, dim=-1)
-        )
+        q, k, v = self.project(hidden)
         if self.config.position == "rotary":
             start = 0 if cache is None else cache.length
             q, k = rotate(q, start), rotate(k, start)
+        if isinstance(cache, RingLayer):
+            assert self.slopes is not None
+            return self.output(cache.attend(q, k, v, self.slopes).transpose(1, 2).flatten(2))
         if cache is not None:
             k, v = cache.append(k, v)
         bias = None
@@ -138,6 +138,17 @@ class Attention(nn.Module):
             bias = self.relative_bias[relative_buckets(hidden.device)].T
         mixed = attention(q, k, v, slopes=self.slopes, window=self.config.window, bias=bias)
         return self.output(mixed.transpose(1, 2).flatten(2))
+
+    def project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q [B, H, T, D], k and v [B, KV, T, D] of hidden [B, T, hidden_size], no position yet.
+
+        They are views of one product: the kernel reads them where they lie.
+        """
+        q, k, v = (
+            part.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
+            for part in self.qkv(hidden).split(self.widths, dim=-1)
+        )
+        return q, k, v
 
 
 class MLP(nn.Module):

@@ -1,0 +1,8 @@
+"""How far each head reads: python evals/horizon.py RUN [--suite YAML] [key=value ...]"""
+
+import sys
+
+from alibi_lm.cli import main
+
+if __name__ == "__main__":
+    main(["eval", "horizon", *sys.argv[1:]])
