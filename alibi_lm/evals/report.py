@@ -16,7 +16,7 @@ from alibi_lm.evals import plots, results
 from alibi_lm.evals.metrics import Metrics, read_metrics
 from alibi_lm.evals.tables import needle_lines, perplexity_lines
 from alibi_lm.files import write_text
-from alibi_lm.model.slopes import alibi_slopes
+from alibi_lm.model.scaling import head_slopes
 from alibi_lm.settings import flatten
 
 if TYPE_CHECKING:
@@ -146,12 +146,13 @@ def _duration(seconds: float) -> str:
 
 
 def slope_rows(step: Step) -> list[dict[str, float]]:
-    """Slope and horizon of each head, for models with linear biases; else none."""
-    if step.config.model.position != "alibi":
+    """Slope and horizon of each head, for models with fixed linear biases; else none."""
+    slopes = head_slopes(step.config.model)
+    if slopes is None or step.config.model.position != "alibi":
         return []
     length = step.config.train.sequence_length
     rows = []
-    for head, slope in enumerate(alibi_slopes(step.config.model.num_heads)):
+    for head, slope in enumerate(slopes):
         horizon = math.log(FADED) / slope
         rows.append(
             {"head": head, "slope": slope, "horizon": horizon, "multiple": horizon / length}
