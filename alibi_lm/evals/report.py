@@ -27,7 +27,11 @@ EXPORT_FACTS = "alibi_lm_export.json"
 FADED = 1000.0
 """A head's horizon is where its bias alone divides a key's weight by this."""
 
+PROTOCOLS = ("sliding", "fixed_target", "null", "by_position")
+"""Parts of a perplexity result that are not in every one."""
 TONES = {
+    "yes": "good",
+    "no": "open",
     "falls": "good",
     "holds": "good",
     "rises": "bad",
@@ -90,7 +94,10 @@ def _with_tone(result: dict[str, Any] | None) -> dict[str, Any] | None:
     if result is None:
         return None
     verdict = {**result["verdict"], "tone": TONES[result["verdict"]["word"]]}
-    return {**result, "verdict": verdict}
+    toned = {**dict.fromkeys(PROTOCOLS), **result, "verdict": verdict}
+    if result.get("null"):
+        toned["null"] = _with_tone(result["null"])
+    return toned
 
 
 def commands(step: Step) -> dict[str, str]:
@@ -210,6 +217,8 @@ def meaning(
     lines = []
     if perplexity is not None:
         lines.append(f"{perplexity['verdict']['text']} {perplexity['verdict']['caveat']}")
+        if null := perplexity.get("null"):
+            lines.append(f"{null['verdict']['text']} {null['verdict']['caveat']}")
     else:
         lines.append("Perplexity past the training length has not been measured.")
     if needle is not None:

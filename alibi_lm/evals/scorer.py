@@ -11,7 +11,9 @@ from torch import Tensor
 
 from alibi_lm.errors import ConfigError, DataError, Problem
 from alibi_lm.model.cache import Cache
+from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.decoder import Decoder
+from alibi_lm.settings import build, to_dict
 
 if TYPE_CHECKING:
     from alibi_lm.checkpoint.step import Step
@@ -133,6 +135,7 @@ class NativeScorer:
             "num_parameters": self._decoder.num_parameters(),
             "dtype": str(parameter.dtype).removeprefix("torch."),
             "device": self._device.type,
+            "scaling": to_dict(self._decoder.config.scaling),
         }
 
     def _checked(self, tokens: Tensor, num_positions: int) -> Tensor:
@@ -173,9 +176,17 @@ class NativeScorer:
         return torch.stack(new, 1) if new else first.new_empty(len(first), 0, dtype=torch.int64)
 
 
-def native_scorer(step: Step, precision: str) -> NativeScorer:
-    """The scorer of a checkpoint's own weights.
+def native_scorer(
+    step: Step, precision: str, scaling: dict[str, Any] | None = None
+) -> NativeScorer:
+    """The scorer of a checkpoint's own weights, with the run's scaling of positions or another.
 
     Linear biases stay fp32 whatever the precision: attention computes them from fp32 slopes.
+
+    Raises:
+        ConfigError: a scaling that the model cannot have.
     """
-    return NativeScorer(step.decoder(dtype=DTYPES[precision]))
+    if scaling is None:
+        return NativeScorer(step.decoder(dtype=DTYPES[precision]))
+    model = build(ModelConfig, to_dict(step.config.model) | {"scaling": scaling})
+    return NativeScorer(step.decoder(dtype=DTYPES[precision], model=model))
