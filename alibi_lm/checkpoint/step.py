@@ -22,6 +22,7 @@ from alibi_lm.checkpoint.folder import (
 from alibi_lm.checkpoint.fragments import FragmentReader
 from alibi_lm.config import Config, load_config
 from alibi_lm.data.tokenizer import Tokenizer, load_tokenizer
+from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.decoder import Decoder
 
 
@@ -77,10 +78,15 @@ class Step:
         with self.reader() as reader:
             return dict(reader.tensors())
 
-    def decoder(self, dtype: torch.dtype = torch.float32) -> Decoder:
-        """The model with this step's weights in `dtype`, in evaluation mode."""
+    def decoder(
+        self, dtype: torch.dtype = torch.float32, model: ModelConfig | None = None
+    ) -> Decoder:
+        """The model with this step's weights in `dtype`, in evaluation mode.
+
+        `model` replaces the run's own config of it, with settings that change no parameter.
+        """
         with torch.device("meta"):
-            decoder = Decoder(self.config.model, seed=None)
+            decoder = Decoder(model or self.config.model, seed=None)
         decoder = decoder.to_empty(device="cpu")
         decoder.load_state_dict(self.weights())
         return decoder.to(dtype).eval()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from alibi_lm.errors import Problem
 
@@ -26,11 +26,27 @@ class PerplexityConfig:
     epsilon: float | None = None
     """Probability that a head may leave out of a row's far keys at lengths above 2,048; 0 is dense.
     By default 1e-6 where the model has linear biases and no window, else 0."""
+    stride: int | None = None
+    """Score sliding windows too, which move on by this many tokens; by default not."""
+    fixed_targets: int | None = None
+    """Score the last so many tokens of each document too, at every length; by default not."""
+    null_targets: int | None = 2000
+    """Size of the sample on which the null model is scored; null leaves it out."""
+    null_reach: int | None = None
+    """Tokens that the null model's input is cut to; by default the training length."""
+    seed: int = 0
+    """Seed of that sample."""
+    scaling: dict[str, Any] | None = None
+    """`model.scaling` to score with, instead of the run's; the same factor at every length."""
 
     def problems(self, key: str) -> Iterator[Problem]:
         """The rules of this section that are broken."""
         yield from _length_problems(self.lengths, f"{key}lengths")
-        yield from _positive_problems(self, key, ("max_tokens", "batch_tokens"))
+        yield from _positive_problems(self, key, (
+            "max_tokens", "batch_tokens", "stride", "fixed_targets", "null_targets", "null_reach",
+        ))  # fmt: skip
+        if self.seed < 0:
+            yield Problem(f"{key}seed", self.seed, "is negative", "give 0 or more")
         if self.epsilon is not None and not 0 <= self.epsilon < 1:
             yield Problem(
                 f"{key}epsilon", self.epsilon, "is not in [0, 1)", "give for example 1e-6"
@@ -55,6 +71,8 @@ class NeedleConfig:
     """Arithmetic of the model."""
     seed: int = 0
     """Seed of haystacks, keys and answers."""
+    scaling: dict[str, Any] | None = None
+    """`model.scaling` to answer with, instead of the run's; the same factor at every length."""
 
     def problems(self, key: str) -> Iterator[Problem]:
         """The rules of this section that are broken."""

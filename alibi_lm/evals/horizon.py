@@ -20,7 +20,7 @@ from alibi_lm.evals.tables import horizon_lines
 from alibi_lm.model.banded import BLOCK
 from alibi_lm.model.horizon import prior_horizon
 from alibi_lm.model.long import DENSE_UP_TO, LongReport, long_losses, why_dense
-from alibi_lm.model.slopes import alibi_slopes
+from alibi_lm.model.scaling import head_slopes
 
 if TYPE_CHECKING:
     from alibi_lm.checkpoint.step import Step
@@ -116,7 +116,8 @@ def run_horizon(step: Step, config: HorizonConfig) -> dict[str, Any]:
         raise ConfigError(Problem("horizon.num_tokens", config.num_tokens, rule, "give 32768"))
     files = results.open_corpora(step, config)[:1]
     tokens = _text(files[0], config.num_tokens)
-    slopes = alibi_slopes(step.config.model.num_heads)
+    slopes = head_slopes(step.config.model)
+    assert slopes is not None
     half = config.num_tokens // 2
     count = min(config.num_queries, half)
     positions = torch.linspace(half, config.num_tokens - 1, count).long().unique()

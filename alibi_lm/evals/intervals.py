@@ -80,3 +80,23 @@ def _percentiles(samples: np.ndarray) -> list[Interval]:
 def as_list(interval: Interval | None) -> list[float] | None:
     """An interval as JSON holds it."""
     return None if interval is None else [float(interval[0]), float(interval[1])]
+
+
+def bootstrap_means(sums: np.ndarray, counts: np.ndarray, seed: int = 0) -> list[Interval] | None:
+    """Percentile bootstrap, over documents, of means: one interval a row of sums.
+
+    Args:
+        sums: `[rows, documents]`.
+        counts: `[documents]`, what each sum is of.
+
+    Returns:
+        None for fewer than `MIN_DOCUMENTS` documents that count.
+    """
+    taken = counts > 0
+    sums, counts = sums[:, taken], counts[taken]
+    num_documents = len(counts)
+    if num_documents < MIN_DOCUMENTS:
+        return None
+    even = np.full(num_documents, 1 / num_documents)
+    drawn = np.random.default_rng(seed).multinomial(num_documents, even, size=BOOTSTRAP_SAMPLES)
+    return _percentiles((drawn @ sums.T) / (drawn @ counts)[:, None])

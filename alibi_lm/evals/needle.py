@@ -211,7 +211,7 @@ def run_needle(step: Step, config: NeedleConfig, scorer: Scorer | None = None) -
     maker = PromptMaker(tokenizer, files, config.seed)
     chosen = results.chosen_lengths(step, config)
     lengths = usable_lengths(maker, chosen, config.lengths is not None)
-    scorer = scorer or native_scorer(step, config.precision)
+    scorer = scorer or native_scorer(step, config.precision, scaling=config.scaling)
     started = time.perf_counter()
     grid = score_grid(scorer, maker, tokenizer, lengths, config)
     seconds = time.perf_counter() - started

@@ -9,123 +9,66 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from tqdm import tqdm
 
-from alibi_lm.data.indexed import TokenFile
-from alibi_lm.data.tokenizer import Tokenizer
-from alibi_lm.errors import CheckpointError, DataError, Problem
-from alibi_lm.evals import plots, results
+from alibi_lm.errors import CheckpointError, ConfigError, Problem
+from alibi_lm.evals import plots, protocols, results
 from alibi_lm.evals.config import PerplexityConfig
+from alibi_lm.evals.documents import Documents, choose_documents, tail_bytes, target_bytes
 from alibi_lm.evals.intervals import as_list, bootstrap_perplexity
+from alibi_lm.evals.null_model import NULL_MODEL, Sample, cut_losses, draw, excess_rows
+from alibi_lm.evals.protocols import target_losses
 from alibi_lm.evals.scorer import Scorer, native_scorer
 from alibi_lm.evals.tables import perplexity_lines
-from alibi_lm.evals.verdicts import perplexity_verdict
-from alibi_lm.evals.windows import window_batches
+from alibi_lm.evals.verdicts import context_verdict, perplexity_verdict
+from alibi_lm.evals.windows import (
+    Window,
+    fixed_target_windows,
+    non_overlapping_windows,
+    sliding_windows,
+)
 
 if TYPE_CHECKING:
     from alibi_lm.checkpoint.step import Step
 
 NAME = "perplexity"
-PROTOCOL = (
-    "Non-overlapping windows. Window L of a document x takes inputs x[s:s+L] and targets "
-    "x[s+1:s+L+1], s = 0, L, 2L, ...; the last window may be shorter and is scored too. Targets "
-    "are tokens 1 to N-1 of each document (token 0 has no context), its end-of-document token "
-    "included, each scored once at every length with at least one token of context from its own "
-    "window. Only documents of more than the longest length are taken, so every length scores the "
-    "same targets. Perplexity = exp(sum of losses / number of targets); intervals: 95% percentile "
-    "bootstrap over documents, paired for ratios."
-)
 
 
 @dataclass(frozen=True)
-class Documents:
-    """The documents that are scored."""
+class Scores:
+    """Losses in non-overlapping windows, nats."""
 
-    tokens: list[np.ndarray]
-    """Token ids of each document, `[N]`, N above the longest length."""
-    num_long: list[int]
-    """How many long enough documents each corpus has, before max_tokens."""
-
-    @property
-    def num_targets(self) -> np.ndarray:
-        """`[documents]`: targets of each document."""
-        return np.array([len(document) - 1 for document in self.tokens])
+    sums: np.ndarray
+    """`[lengths, documents]`."""
+    longest: list[np.ndarray]
+    """Of each target of each document, at the longest length."""
+    sampled: np.ndarray | None
+    """`[lengths, n]`, of the null model's sample, where there is one."""
 
 
-def choose_documents(files: Sequence[TokenFile], longest: int, max_tokens: int | None) -> Documents:
-    """Every document of more than `longest` tokens; with `max_tokens`, a fixed random part.
-
-    Documents are added whole until `max_tokens` targets are reached.
-
-    Raises:
-        DataError: no document is long enough.
-    """
-    places = [
-        (file, int(index))
-        for file in files
-        for index in np.flatnonzero(np.asarray(file.document_lengths) > longest)
-    ]
-    if not places:
-        _raise_too_short(files, longest)
-    num_long = [sum(1 for owner, _ in places if owner is file) for file in files]
-    if max_tokens is not None:
-        places = [places[i] for i in np.random.default_rng(0).permutation(len(places))]
-    chosen: list[np.ndarray] = []
-    total = 0
-    for file, index in places:
-        if max_tokens is not None and total >= max_tokens:
-            break
-        chosen.append(file.document(index))
-        total += len(chosen[-1]) - 1
-    return Documents(chosen, num_long)
-
-
-def _raise_too_short(files: Sequence[TokenFile], longest: int) -> None:
-    have = max((int(max(file.document_lengths, default=0)) for file in files), default=0)
-    names = ", ".join(str(file.prefix) for file in files)
-    rule = (
-        f"no document has more than {longest:,} tokens, the longest length; "
-        f"the longest document has {have:,}"
-    )
-    fix = f"give lengths below {have:,}, or a corpus with longer documents"
-    raise DataError(Problem(names, None, rule, fix))
-
-
-def document_losses(
-    scorer: Scorer, documents: Sequence[np.ndarray], lengths: Sequence[int], batch_tokens: int
-) -> np.ndarray:
-    """Sum of the losses of each document's targets at each length: `[lengths, documents]`, nats.
-
-    Sums are taken in float64.
-    """
+def score_windows(
+    scorer: Scorer,
+    documents: Sequence[np.ndarray],
+    lengths: Sequence[int],
+    batch_tokens: int,
+    sample: Sample | None,
+) -> Scores:
+    """Every target of every document at each length."""
     sums = np.zeros((len(lengths), len(documents)))
-    total = len(lengths) * sum(len(document) - 1 for document in documents)
-    with tqdm(total=total, unit="tok", unit_scale=True, desc=NAME, disable=None) as bar:
+    sampled = []
+    with _bar(len(lengths) * sum(len(document) - 1 for document in documents), NAME) as bar:
         for row, length in enumerate(lengths):
-            for batch in window_batches(documents, length, batch_tokens):
-                losses = scorer.token_losses(torch.from_numpy(batch.tokens)).double().numpy()
-                scored = np.arange(losses.shape[1]) < batch.num_targets[:, None]
-                np.add.at(sums[row], batch.document, np.where(scored, losses, 0).sum(1))
-                bar.update(int(batch.num_targets.sum()))
             bar.set_postfix_str(f"length {length}")
-    return sums
+            windows = non_overlapping_windows(documents, length)
+            losses = target_losses(scorer, documents, windows, batch_tokens, bar)
+            sums[row] = [own.sum() for own in losses]
+            if sample is not None:
+                sampled.append(sample.of(losses))
+    return Scores(sums, losses, np.stack(sampled) if sample is not None else None)
 
 
-def target_bytes(documents: Sequence[np.ndarray], tokenizer: Tokenizer | None) -> np.ndarray | None:
-    """UTF-8 bytes of the text that each document's targets spell, `[documents]`.
-
-    That is the document's text less the text of token 0, which is not scored. End-of-document
-    tokens spell nothing. None without a tokenizer.
-    """
-    if tokenizer is None:
-        return None
-    sizes = []
-    for document in documents:
-        ids = [int(token) for token in document if token != tokenizer.eos_id]
-        size = len(tokenizer.decode(ids).encode()) - len(tokenizer.decode(ids[:1]).encode())
-        sizes.append(max(0, size))
-    return np.array(sizes)
+def _bar(total: int, name: str) -> tqdm[Any]:
+    return tqdm(total=total, unit="tok", unit_scale=True, desc=name, disable=None)
 
 
 def evaluate(step: Step, config: PerplexityConfig, *, force: bool = False) -> dict[str, Any]:
@@ -151,21 +94,27 @@ def run_perplexity(
         CheckpointError: the model's losses are not finite.
     """
     lengths = results.chosen_lengths(step, config)
+    _check_protocols(config, lengths)
     files = results.open_corpora(step, config)
     documents = choose_documents(files, lengths[-1], config.max_tokens)
-    scorer = scorer or native_scorer(step, config.precision, config.epsilon)
-    started = time.perf_counter()
-    losses = document_losses(scorer, documents.tokens, lengths, config.batch_tokens)
-    seconds = time.perf_counter() - started
-    _check_finite(step, losses, lengths)
-    sizes = target_bytes(documents.tokens, step.tokenizer())
+    scorer = scorer or native_scorer(step, config.precision, config.epsilon, config.scaling)
     training_length = step.config.train.sequence_length
-    rows = length_rows(losses, documents.num_targets, sizes, lengths, training_length)
+    reach = config.null_reach or training_length
+    sample = None
+    if config.null_targets is not None and lengths[-1] > reach:
+        sample = draw(documents.tokens, config.null_targets, config.seed)
+    started = time.perf_counter()
+    scores = score_windows(scorer, documents.tokens, lengths, config.batch_tokens, sample)
+    seconds = time.perf_counter() - started
+    _check_finite(step, scores.sums, lengths)
+    sizes = target_bytes(documents.tokens, step.tokenizer())
+    windows = [non_overlapping_windows(documents.tokens, length) for length in lengths]
+    rows = length_rows(scores.sums, documents.num_targets, sizes, lengths, training_length, windows)
     num_targets = int(documents.num_targets.sum())
     result = {
         "eval": NAME,
         **results.run_facts(step),
-        "protocol": PROTOCOL,
+        "protocol": protocols.WINDOWS,
         "lengths": lengths,
         "stride": lengths,
         "corpus": [
@@ -181,11 +130,95 @@ def run_perplexity(
         "tokens_per_second": round(num_targets * len(lengths) / max(seconds, 1e-9), 1),
         "rows": rows,
         "verdict": perplexity_verdict(rows, training_length),
+        **_other_protocols(step, config, scorer, documents, lengths),
+        "by_position": {
+            "protocol": protocols.BY_POSITION,
+            "length": lengths[-1],
+            "rows": protocols.position_rows(scores.longest, lengths[-1]),
+        },
+        "null": _null(config, scorer, documents, lengths, reach, sample, scores.sampled),
         "inputs": results.inputs_of(step, config, files),
     }
     path = results.store(step, NAME, result)
     plots.save(plots.perplexity_figure(result), path.with_suffix(".png"))
     return result
+
+
+def _check_protocols(config: PerplexityConfig, lengths: Sequence[int]) -> None:
+    problems = [
+        Problem(
+            f"perplexity.{name}",
+            value,
+            f"is more than the shortest length, {lengths[0]}",
+            "give less, or leave short lengths out",
+        )  # fmt: skip
+        for name, value in (("stride", config.stride), ("fixed_targets", config.fixed_targets))
+        if value is not None and value > lengths[0]
+    ]
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _other_protocols(
+    step: Step,
+    config: PerplexityConfig,
+    scorer: Scorer,
+    documents: Documents,
+    lengths: Sequence[int],
+) -> dict[str, Any]:
+    """Results with sliding windows and with fixed targets, None where they were not asked for."""
+    tokens, training_length = documents.tokens, step.config.train.sequence_length
+    found: dict[str, Any] = {"sliding": None, "fixed_target": None}
+    every = {
+        "sliding": [sliding_windows(tokens, length, config.stride or 1) for length in lengths]
+        if config.stride else None,
+        "fixed_target": [fixed_target_windows(tokens, n, config.fixed_targets) for n in lengths]
+        if config.fixed_targets else None,
+    }  # fmt: skip
+    for name, windows in every.items():
+        if windows is None:
+            continue
+        counts, sizes = documents.num_targets, target_bytes(tokens, step.tokenizer())
+        facts: dict[str, Any] = {"protocol": protocols.SLIDING, "stride": config.stride}
+        if name == "fixed_target":
+            num = config.fixed_targets or 0
+            counts = np.full(len(tokens), num)
+            sizes = tail_bytes(tokens, step.tokenizer(), num)
+            facts = {"protocol": protocols.FIXED_TARGET, "num_targets": num}
+        started = time.perf_counter()
+        with _bar(int(counts.sum()) * len(lengths), name) as bar:
+            sums = np.stack([
+                protocols.document_sums(scorer, tokens, some, config.batch_tokens, bar)
+                for some in windows
+            ])  # fmt: skip
+        _check_finite(step, sums, lengths)
+        seconds = round(time.perf_counter() - started, 3)
+        rows = length_rows(sums, counts, sizes, lengths, training_length, windows)
+        found[name] = {**facts, "num_tokens": int(counts.sum()), "seconds": seconds, "rows": rows}
+    return found
+
+
+def _null(
+    config: PerplexityConfig,
+    scorer: Scorer,
+    documents: Documents,
+    lengths: Sequence[int],
+    reach: int,
+    sample: Sample | None,
+    observed: np.ndarray | None,
+) -> dict[str, Any] | None:
+    if sample is None or observed is None:
+        return None
+    cut = cut_losses(scorer, documents.tokens, sample, reach, lengths, config.batch_tokens)
+    rows = excess_rows(sample, observed, cut, lengths, reach)
+    return {
+        "protocol": NULL_MODEL,
+        "reach": reach,
+        "num_targets": len(sample.target),
+        "seed": config.seed,
+        "rows": rows,
+        "verdict": context_verdict(rows, reach),
+    }
 
 
 def _check_finite(step: Step, losses: np.ndarray, lengths: Sequence[int]) -> None:
@@ -203,6 +236,7 @@ def length_rows(
     num_bytes: np.ndarray | None,
     lengths: Sequence[int],
     training_length: int,
+    windows: Sequence[Sequence[Window]],
 ) -> list[dict[str, Any]]:
     """One row a length: perplexity, bits per byte, ratio to the training length, intervals.
 
@@ -210,6 +244,9 @@ def length_rows(
         losses: `[lengths, documents]`, nats.
         num_targets: `[documents]`.
         num_bytes: `[documents]` or None.
+        lengths: window lengths.
+        training_length: the one that ratios are taken to.
+        windows: the windows of each length.
 
     Ratios are None where the training length is not among the lengths.
     """
@@ -224,9 +261,8 @@ def length_rows(
         rows.append(
             {
                 "length": length,
-                "stride": length,
                 "multiple": length / training_length,
-                "num_windows": int(sum(-(-int(count) // length) for count in num_targets)),
+                "num_windows": len(windows[i]),
                 "loss": float(means[i]),
                 "perplexity": math.exp(means[i]),
                 "perplexity_interval": as_list(intervals.perplexity[i] if intervals else None),

@@ -16,7 +16,7 @@ from alibi_lm.evals import plots, results
 from alibi_lm.evals.metrics import Metrics, read_metrics
 from alibi_lm.evals.tables import horizon_lines, needle_lines, perplexity_lines
 from alibi_lm.files import write_text
-from alibi_lm.model.slopes import alibi_slopes
+from alibi_lm.model.scaling import head_slopes
 from alibi_lm.settings import flatten
 
 if TYPE_CHECKING:
@@ -27,7 +27,11 @@ EXPORT_FACTS = "alibi_lm_export.json"
 FADED = 1000.0
 """A head's horizon is where its bias alone divides a key's weight by this."""
 
+PROTOCOLS = ("sliding", "fixed_target", "null", "by_position")
+"""Parts of a perplexity result that are not in every one."""
 TONES = {
+    "yes": "good",
+    "no": "open",
     "falls": "good",
     "holds": "good",
     "rises": "bad",
@@ -96,7 +100,10 @@ def _with_tone(result: dict[str, Any] | None) -> dict[str, Any] | None:
     if result is None:
         return None
     verdict = {**result["verdict"], "tone": TONES[result["verdict"]["word"]]}
-    return {**result, "verdict": verdict}
+    toned = {**dict.fromkeys(PROTOCOLS), **result, "verdict": verdict}
+    if result.get("null"):
+        toned["null"] = _with_tone(result["null"])
+    return toned
 
 
 def commands(step: Step) -> dict[str, str]:
@@ -153,12 +160,13 @@ def _duration(seconds: float) -> str:
 
 
 def slope_rows(step: Step) -> list[dict[str, float]]:
-    """Slope and horizon of each head, for models with linear biases; else none."""
-    if step.config.model.position != "alibi":
+    """Slope and horizon of each head, for models with fixed linear biases; else none."""
+    slopes = head_slopes(step.config.model)
+    if slopes is None or step.config.model.position != "alibi":
         return []
     length = step.config.train.sequence_length
     rows = []
-    for head, slope in enumerate(alibi_slopes(step.config.model.num_heads)):
+    for head, slope in enumerate(slopes):
         horizon = math.log(FADED) / slope
         rows.append(
             {"head": head, "slope": slope, "horizon": horizon, "multiple": horizon / length}
@@ -216,6 +224,8 @@ def meaning(
     lines = []
     if perplexity is not None:
         lines.append(f"{perplexity['verdict']['text']} {perplexity['verdict']['caveat']}")
+        if null := perplexity.get("null"):
+            lines.append(f"{null['verdict']['text']} {null['verdict']['caveat']}")
     else:
         lines.append("Perplexity past the training length has not been measured.")
     if needle is not None:

@@ -11,10 +11,12 @@ from torch import Tensor
 
 from alibi_lm.errors import ConfigError, DataError, Problem
 from alibi_lm.model.cache import Cache
+from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.decoder import Decoder
 from alibi_lm.model.generation import decoding_cache
 from alibi_lm.model.horizon import DEFAULT_EPSILON
 from alibi_lm.model.long import DENSE_UP_TO, long_losses, why_dense
+from alibi_lm.settings import build, to_dict
 
 if TYPE_CHECKING:
     from alibi_lm.checkpoint.step import Step
@@ -157,6 +159,7 @@ class NativeScorer:
             "dtype": str(parameter.dtype).removeprefix("torch."),
             "device": self._device.type,
             "epsilon": self.epsilon,
+            "scaling": to_dict(self._decoder.config.scaling),
         }
 
     def _checked(self, tokens: Tensor, num_positions: int) -> Tensor:
@@ -197,12 +200,23 @@ class NativeScorer:
         return torch.stack(new, 1) if new else first.new_empty(len(first), 0, dtype=torch.int64)
 
 
-def native_scorer(step: Step, precision: str, epsilon: float | None = 0.0) -> NativeScorer:
-    """The scorer of a checkpoint's own weights; `epsilon` as `NativeScorer` takes it.
+def native_scorer(
+    step: Step,
+    precision: str,
+    epsilon: float | None = 0.0,
+    scaling: dict[str, Any] | None = None,
+) -> NativeScorer:
+    """The scorer of a checkpoint's own weights, with the run's scaling of positions or another.
+
+    `epsilon` is as `NativeScorer` takes it.
 
     Linear biases stay fp32 whatever the precision: attention computes them from fp32 slopes.
 
     Raises:
-        ConfigError: an epsilon above 0 for a model that has no horizons.
+        ConfigError: an epsilon above 0 for a model that has no horizons, or a scaling that the
+            model cannot have.
     """
-    return NativeScorer(step.decoder(dtype=DTYPES[precision]), epsilon=epsilon)
+    if scaling is None:
+        return NativeScorer(step.decoder(dtype=DTYPES[precision]), epsilon=epsilon)
+    model = build(ModelConfig, to_dict(step.config.model) | {"scaling": scaling})
+    return NativeScorer(step.decoder(dtype=DTYPES[precision], model=model), epsilon=epsilon)

@@ -10,7 +10,19 @@ from alibi_lm.model.long import DENSE_UP_TO
 
 
 def perplexity_lines(result: Mapping[str, Any]) -> list[str]:
-    """Perplexity by length."""
+    """Perplexity by length, protocol by protocol, and the verdict of the null model."""
+    lines = ["non-overlapping windows", *_length_lines(result)]
+    if sliding := result.get("sliding"):
+        lines += [f"sliding windows, stride {sliding['stride']:,}", *_length_lines(sliding)]
+    if fixed := result.get("fixed_target"):
+        title = f"fixed targets, the last {fixed['num_targets']:,} tokens of each document"
+        lines += [title, *_length_lines(fixed)]
+    if null := result.get("null"):
+        lines.append(null["verdict"]["text"])
+    return lines
+
+
+def _length_lines(result: Mapping[str, Any]) -> list[str]:
     lines = [f"{'window':>10}  {'x training':>10}  {'perplexity':>10}  {'95% interval':>17}  ratio"]
     for row in result["rows"]:
         interval = row["perplexity_interval"]

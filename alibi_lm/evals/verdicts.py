@@ -10,6 +10,15 @@ from alibi_lm.evals.intervals import CONFIDENCE, wilson
 HOLDS_WITHIN = 0.05
 """A ratio whose interval reaches 1 counts as holding if the interval stays this near to 1."""
 
+USE_COUNTS_FROM = 0.001
+"""Nats a token: an excess nearer to 0 is not called a use of context, however sure it is."""
+NO_USE_WITHIN = 0.01
+"""Nats a token: an interval of the excess that stays above minus this excludes a use of context."""
+
+NULL_CAVEAT = (
+    "It says whether context beyond that reach lowers the loss on average over tokens; a rare use "
+    "of it can hide in the average, and a use is not yet retrieval."
+)
 PERPLEXITY_CAVEAT = (
     "Lower perplexity in longer non-overlapping windows does not show that the longer context is "
     "used: a model that ignores everything beyond the training length gets it too, because fewer "
@@ -72,6 +81,39 @@ def _ratio(row: Mapping[str, Any]) -> str:
         return f"{text} with no interval from so few documents"
     low, high = row["ratio_interval"]
     return f"{text}, {CONFIDENCE:.0%} interval {low:.3f} to {high:.3f}"
+
+
+def context_verdict(rows: Sequence[Mapping[str, Any]], reach: int) -> dict[str, str]:
+    """Whether context beyond `reach` tokens is used at the longest length, by the null model.
+
+    Args:
+        rows: length, excess and excess_interval (None: no interval), nats a token.
+        reach: tokens that the null model's input was cut to.
+
+    Returns:
+        `word` (yes, no, cannot tell), `text` (one sentence) and `caveat`.
+    """
+    row = rows[-1]
+    word = _context_word(row["excess_interval"])
+    numbers = f"excess over the null model {row['excess']:+.4f} nats a token"
+    if row["excess_interval"] is None:
+        numbers += " with no interval from so few documents"
+    else:
+        low, high = row["excess_interval"]
+        numbers += f", {CONFIDENCE:.0%} interval {low:+.4f} to {high:+.4f}"
+        if low > USE_COUNTS_FROM:
+            numbers += ", so longer input does harm"
+    text = f"Uses context beyond {reach:,}: {word} (at length {row['length']:,}: {numbers})."
+    return {"word": word, "text": text, "caveat": NULL_CAVEAT}
+
+
+def _context_word(interval: Sequence[float] | None) -> str:
+    if interval is None:
+        return "cannot tell"
+    low, high = interval
+    if high < -USE_COUNTS_FROM:
+        return "yes"
+    return "no" if low > -NO_USE_WITHIN else "cannot tell"
 
 
 def needle_verdict(result: Mapping[str, Any]) -> dict[str, str]:

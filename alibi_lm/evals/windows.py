@@ -1,7 +1,8 @@
 """Cutting documents and token streams into windows: inputs x[s:s+L], targets x[s+1:s+L+1].
 
 Consecutive windows share one token: the last target of a window is the first input of the next.
-So every target is scored once, and every target has at least one token of context.
+So every target is scored once, and every target has at least one token of context. Other protocols
+give more inputs than they score targets.
 """
 
 from __future__ import annotations
@@ -16,15 +17,29 @@ from alibi_lm.errors import DataError, Problem
 
 
 @dataclass(frozen=True)
+class Window:
+    """Inputs x[start:stop - 1] of a document x, of which the targets x[first:stop] are scored."""
+
+    document: int
+    """Index of the document."""
+    start: int
+    first: int
+    stop: int
+
+    @property
+    def num_inputs(self) -> int:
+        """Tokens that go into the model."""
+        return self.stop - 1 - self.start
+
+
+@dataclass(frozen=True)
 class WindowBatch:
     """Windows that go through the model together."""
 
     tokens: np.ndarray
     """`[B, T + 1]` int64; a window shorter than T is filled up with zeros on the right."""
-    num_targets: np.ndarray
-    """`[B]`: how many of a row's T targets are scored."""
-    document: np.ndarray
-    """`[B]`: index of the document that a window was cut from."""
+    windows: Sequence[Window]
+    """The B windows."""
 
 
 def document_windows(num_tokens: int, length: int) -> list[tuple[int, int]]:
@@ -36,38 +51,64 @@ def document_windows(num_tokens: int, length: int) -> list[tuple[int, int]]:
     return [(s, min(length, num_targets - s)) for s in range(0, num_targets, length)]
 
 
+def non_overlapping_windows(documents: Sequence[np.ndarray], length: int) -> list[Window]:
+    """Windows that tile the documents."""
+    return [
+        Window(index, start, start + 1, start + count + 1)
+        for index, document in enumerate(documents)
+        for start, count in document_windows(len(document), length)
+    ]
+
+
+def sliding_windows(documents: Sequence[np.ndarray], length: int, stride: int) -> list[Window]:
+    """Windows that start at 0, stride, 2 stride, ... and each score what none before it has.
+
+    The first of a document scores `length` targets, each other `stride` (the last perhaps fewer)
+    with more than length - stride tokens of context.
+    """
+    windows = []
+    for index, document in enumerate(documents):
+        start, done, num_targets = 0, 0, len(document) - 1
+        while done < num_targets:
+            end = min(start + length, num_targets)
+            windows.append(Window(index, start, done + 1, end + 1))
+            start, done = start + stride, end
+    return windows
+
+
+def fixed_target_windows(
+    documents: Sequence[np.ndarray], length: int, num_targets: int
+) -> list[Window]:
+    """The last `num_targets` tokens of each document with the last `length` inputs.
+
+    Documents of fewer inputs than that have none.
+    """
+    return [
+        Window(index, len(x) - 1 - length, len(x) - num_targets, len(x))
+        for index, x in enumerate(documents)
+        if len(x) > length
+    ]
+
+
 def window_batches(
-    documents: Sequence[np.ndarray], length: int, batch_tokens: int
+    documents: Sequence[np.ndarray], windows: Sequence[Window], batch_tokens: int
 ) -> Iterator[WindowBatch]:
-    """All windows of all documents, full windows first, in batches of about `batch_tokens` inputs.
+    """The windows, longest first, in batches of about `batch_tokens` inputs.
 
     A batch holds at least one window, however long. Deterministic.
     """
-    full: list[tuple[int, int, int]] = []
-    tails: list[tuple[int, int, int]] = []
-    for index, document in enumerate(documents):
-        for start, count in document_windows(len(document), length):
-            (full if count == length else tails).append((index, start, count))
-    # Tails of like length go together, so that little is filled up.
-    tails.sort(key=lambda tail: -tail[2])
-    for group in (full, tails):
-        first = 0
-        while first < len(group):
-            size = max(1, batch_tokens // group[first][2])
-            yield _batch(documents, group[first : first + size])
-            first += size
-
-
-def _batch(documents: Sequence[np.ndarray], group: Sequence[tuple[int, int, int]]) -> WindowBatch:
-    longest = max(count for _, _, count in group)
-    tokens = np.zeros((len(group), longest + 1), dtype=np.int64)
-    for row, (index, start, count) in enumerate(group):
-        tokens[row, : count + 1] = documents[index][start : start + count + 1]
-    return WindowBatch(
-        tokens,
-        np.array([count for _, _, count in group]),
-        np.array([index for index, _, _ in group]),
-    )
+    # Windows of like length go together, so that little is filled up.
+    ordered = sorted(windows, key=lambda window: -window.num_inputs)
+    first = 0
+    while first < len(ordered):
+        longest = ordered[first].num_inputs
+        group = ordered[first : first + max(1, batch_tokens // longest)]
+        tokens = np.zeros((len(group), longest + 1), dtype=np.int64)
+        for row, window in enumerate(group):
+            document = documents[window.document]
+            tokens[row, : window.num_inputs + 1] = document[window.start : window.stop]
+        yield WindowBatch(tokens, group)
+        first += len(group)
 
 
 def validation_batches(

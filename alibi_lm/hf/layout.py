@@ -78,8 +78,13 @@ def check_model(model: ModelConfig, layout: Layout) -> None:
                                 + _difference(model.shape),
                                 f"export it as format {model.shape}"))  # fmt: skip
     if model.position != "alibi":
+        does = "has fixed slopes" if model.position == "alibi_learned" else "adds linear biases"
         problems.append(Problem("model.position", model.position,
-                                f"{layout.class_name} adds linear biases, whatever its config says",
+                                f"{layout.class_name} {does}, whatever its config says",
+                                "no stock class holds this model"))  # fmt: skip
+    if model.scaling is not None:
+        problems.append(Problem("model.scaling.kind", model.scaling.kind,
+                                f"{layout.class_name} has the paper's slopes, unscaled",
                                 "no stock class holds this model"))  # fmt: skip
     if model.window is not None:
         problems.append(Problem("model.window", model.window,

@@ -21,7 +21,8 @@ from alibi_lm.model.flash import flash_attention
 class Request:
     """What is asked of a kernel beyond q, k and v."""
 
-    slopes: tuple[float, ...] | None
+    slopes: tuple[float, ...] | Tensor | None
+    """A tensor where their gradient is wanted."""
     window: int | None
     bias: Tensor | None
 
@@ -37,6 +38,8 @@ class Kernel:
     """Dtypes of q, k and v."""
     slopes: bool = True
     """Whether it applies linear biases."""
+    slope_gradient: bool = False
+    """Whether it gives the gradient of the slopes."""
     window: bool = False
     """Whether it applies a sliding window."""
     bias: bool = False
@@ -52,6 +55,8 @@ class Kernel:
             return f"dtype {q.dtype}"
         if request.slopes is not None and not self.slopes:
             return "linear biases"
+        if isinstance(request.slopes, Tensor) and not self.slope_gradient:
+            return "the gradient of slopes"
         if request.window is not None and not self.window:
             return "a window"
         if request.bias is not None and not self.bias:
@@ -62,6 +67,7 @@ class Kernel:
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Tensor:
+    assert not isinstance(request.slopes, Tensor)
     return flash_attention(q, k, v, request.slopes)
 
 
@@ -75,8 +81,8 @@ _HALF = frozenset({torch.bfloat16, torch.float16})
 # on one.
 KERNELS: dict[str, Kernel] = {
     "flash_cpu": Kernel(_flash, frozenset({"cpu"}), _HALF | {torch.float32}),
-    "exact": Kernel(_exact, None, _HALF | {torch.float32, torch.float64}, window=True, bias=True,
-                    value_width=True),
+    "exact": Kernel(_exact, None, _HALF | {torch.float32, torch.float64}, slope_gradient=True,
+                    window=True, bias=True, value_width=True),
 }  # fmt: skip
 
 
@@ -85,7 +91,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
-    slopes: tuple[float, ...] | None,
+    slopes: tuple[float, ...] | Tensor | None,
     window: int | None = None,
     bias: Tensor | None = None,
     kernel: str | None = None,
@@ -97,7 +103,7 @@ def attention(
             with a cache).
         k: [B, KV, Tk, D], where KV divides H; query head h reads key head h // (H / KV).
         v: [B, KV, Tk, Dv].
-        slopes: m_h of the H heads, or None for no linear bias.
+        slopes: m_h of the H heads, or None for no linear bias. A tensor [H] may need a gradient.
         window: a query sees the keys i - window < j <= i; None sees all before it.
         bias: [H, N], a bias by distance, added to the scores: column min(i - j, N - 1). It may
             need a gradient.
@@ -114,6 +120,8 @@ def attention(
     _check(q, k, v, slopes, window, bias)
     if window is not None and window >= k.shape[2]:
         window = None
+    if isinstance(slopes, Tensor) and not (torch.is_grad_enabled() and slopes.requires_grad):
+        slopes = tuple(slopes.tolist())
     request = Request(slopes, window, bias)
     if kernel is None:
         kernel = next(name for name in KERNELS if not KERNELS[name].lacks(q, v, request))
@@ -132,7 +140,7 @@ def _check(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    slopes: tuple[float, ...] | None,
+    slopes: tuple[float, ...] | Tensor | None,
     window: int | None,
     bias: Tensor | None,
 ) -> None:

@@ -18,7 +18,7 @@ def exact_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    slopes: tuple[float, ...] | None,
+    slopes: tuple[float, ...] | Tensor | None,
     window: int | None,
     bias: Tensor | None,
 ) -> Tensor:
@@ -31,7 +31,7 @@ def exact_attention(
         q: [B, H, Tq, D], not empty.
         k: [B, KV, Tk, D].
         v: [B, KV, Tk, Dv].
-        slopes: H slopes or None.
+        slopes: H slopes or None; a tensor [H] where their gradient is wanted.
         window: keys that a query sees, or None.
         bias: [H, N] by distance, or None.
 
@@ -68,7 +68,7 @@ def _one_chunk(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    slopes: tuple[float, ...] | None,
+    slopes: tuple[float, ...] | Tensor | None,
     window: int | None,
     bias: Tensor | None,
 ) -> Tensor:
@@ -106,7 +106,7 @@ class _Product(torch.autograd.Function):
 def _score_bias(
     q: Tensor,
     num_keys: int,
-    slopes: tuple[float, ...] | None,
+    slopes: tuple[float, ...] | Tensor | None,
     window: int | None,
     bias: Tensor | None,
     compute: torch.dtype,
@@ -123,8 +123,9 @@ def _score_bias(
         unseen = unseen | (distances >= window)
     total = torch.zeros(1, num_queries, num_keys, dtype=compute, device=q.device)
     if slopes is not None:
-        steepness = torch.tensor(slopes, dtype=torch.float64, device=q.device).to(compute)
-        total = total - steepness.view(-1, 1, 1) * distances.to(compute)
+        if not isinstance(slopes, Tensor):
+            slopes = torch.tensor(slopes, dtype=torch.float64, device=q.device)
+        total = total - slopes.to(compute).view(-1, 1, 1) * distances.to(compute)
     if bias is not None:
         total = total + bias.to(compute)[:, distances.clamp(0, bias.shape[1] - 1)]
     return total.masked_fill(unseen, -math.inf)

@@ -74,7 +74,7 @@ def key_bias(slopes: tuple[float, ...] | None, num_keys: int, dtype: torch.dtype
     return _bias_table(slopes, capacity, bias_dtype)[..., capacity - num_keys :]
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=32)  # learned slopes: a table for every block
 def _bias_table(slopes: tuple[float, ...], capacity: int, dtype: torch.dtype) -> Tensor:
     # A tensor first made in inference mode could not be used in a later training step.
     with torch.inference_mode(False), torch.no_grad():

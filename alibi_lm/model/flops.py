@@ -26,6 +26,8 @@ def num_parameters(config: ModelConfig) -> int:
         position = (config.max_positions or 0) * width
     elif config.position == "t5":
         position = config.num_layers * NUM_BUCKETS * config.num_heads
+    elif config.position == "alibi_learned":
+        position = config.num_layers * config.num_heads
     embeddings = vocabulary * width * (1 if config.tied_embeddings else 2)
     return matrices + norms + biases + position + embeddings
 

@@ -40,10 +40,11 @@ def initial_elements(
 ) -> Tensor:
     """Elements [start, start + numel) of one flattened whole parameter, fp32 on the CPU.
 
-    Norm weights are 1 and biases 0. Matrices are normal with `initializer_range`; those that
-    write to the residual stream are divided by sqrt(2 num_layers), so that its variance does not
-    grow with depth (Radford et al. 2019, section 2.3). They are drawn in portions, each from its
-    own generator: a rank draws what it holds without drawing the rest.
+    Norm weights are 1; biases and the logarithms of learned slopes' ratios are 0. Matrices are
+    normal with `initializer_range`; those that write to the residual stream are divided by
+    sqrt(2 num_layers), so that its variance does not grow with depth (Radford et al. 2019, section
+    2.3). They are drawn in portions, each from its own generator: a rank draws what it holds
+    without drawing the rest.
 
     Args:
         config: the model's config.
@@ -55,7 +56,7 @@ def initial_elements(
     """
     if name.endswith("norm.weight"):
         return torch.ones(numel, dtype=torch.float32, device="cpu")
-    if name.endswith(".bias"):
+    if name.endswith((".bias", ".log_slope_ratio")):
         return torch.zeros(numel, dtype=torch.float32, device="cpu")
     deviation = config.initializer_range
     if name.endswith(_RESIDUAL_OUTPUTS):

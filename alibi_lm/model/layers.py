@@ -24,13 +24,15 @@ from alibi_lm.model.positions import (
     sinusoidal,
 )
 from alibi_lm.model.ring import RingLayer
-from alibi_lm.model.slopes import alibi_slopes, slice_slopes
+from alibi_lm.model.scaling import head_slopes, rotation
+from alibi_lm.model.slopes import learned_slopes, slice_slopes
 from alibi_lm.parallel.mesh import ALONE, Axis
 from alibi_lm.parallel.tensor import (
     ColumnLinear,
     Part,
     RowLinear,
     split_columns,
+    split_vector,
     vocabulary_embedding,
     vocabulary_logits,
     vocabulary_weight,
@@ -114,29 +116,37 @@ class Attention(nn.Module):
         keys = Part(config.kv_heads * config.head_dim, copies)
         parts = [Part(width), keys, keys]
         self.widths = [part.interval(0, tp).length for part in parts]
-        self.slopes = None
-        if config.position == "alibi":
-            self.slopes = slice_slopes(alibi_slopes(config.num_heads), tp.rank, tp.size)
+        slopes = head_slopes(config)
+        self.slopes = None if slopes is None else slice_slopes(slopes, tp.rank, tp.size)
+        if config.position == "rotary":
+            self.rotation = rotation(config.head_dim, config.scaling)
         self.qkv = ColumnLinear(width, parts, bias=bias, tp=tp)
         self.output = RowLinear(width, width, bias=bias, tp=tp)
         if config.position == "t5":
             self.relative_bias = split_columns((NUM_BUCKETS, config.num_heads), tp)
+        if config.position == "alibi_learned":
+            self.log_slope_ratio = split_vector(config.num_heads, tp)
 
     def forward(self, hidden: Tensor, cache: LayerCache | None = None) -> Tensor:
         """hidden [B, T, hidden_size] to the same; the tokens follow those in the cache."""
         q, k, v = self.project(hidden)
         if self.config.position == "rotary":
             start = 0 if cache is None else cache.length
-            q, k = rotate(q, start), rotate(k, start)
+            how = (start, self.rotation.frequencies, self.rotation.magnitude)
+            q, k = rotate(q, *how), rotate(k, *how)
         if isinstance(cache, RingLayer):
-            assert self.slopes is not None
+            assert isinstance(self.slopes, tuple)
             return self.output(cache.attend(q, k, v, self.slopes).transpose(1, 2).flatten(2))
         if cache is not None:
             k, v = cache.append(k, v)
         bias = None
         if self.config.position == "t5":
             bias = self.relative_bias[relative_buckets(hidden.device)].T
-        mixed = attention(q, k, v, slopes=self.slopes, window=self.config.window, bias=bias)
+        slopes: tuple[float, ...] | Tensor | None = self.slopes
+        if self.config.position == "alibi_learned":
+            assert self.slopes is not None
+            slopes = learned_slopes(self.slopes, self.log_slope_ratio)
+        mixed = attention(q, k, v, slopes=slopes, window=self.config.window, bias=bias)
         return self.output(mixed.transpose(1, 2).flatten(2))
 
     def project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -34,35 +34,47 @@ def sinusoidal(start: int, length: int, width: int, device: torch.device) -> Ten
 @lru_cache(maxsize=2)
 def _sinusoidal(start: int, length: int, width: int, device: torch.device) -> Tensor:
     with torch.inference_mode(False), torch.no_grad():
-        angles = _angles(start, length, (width + 1) // 2, width)
+        waves = torch.arange((width + 1) // 2, dtype=torch.float64, device="cpu")
+        angles = _angles(start, length, BASE ** (-2 * waves / width))
         table = torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1)[:, :width]
         return table.to(torch.float32).to(device)
 
 
-def _angles(start: int, length: int, num_waves: int, width: int) -> Tensor:
-    """position / 10000^(2 wave / width) as fp64 [length, num_waves]."""
+def _angles(start: int, length: int, frequencies: Tensor) -> Tensor:
+    """position x frequency as fp64 [length, frequencies]."""
     positions = torch.arange(start, start + length, dtype=torch.float64, device="cpu")
-    waves = torch.arange(num_waves, dtype=torch.float64, device="cpu")
-    return positions[:, None] * BASE ** (-2 * waves / width)
+    return positions[:, None] * frequencies
 
 
-def rotate(x: Tensor, start: int) -> Tensor:
+def rotate(x: Tensor, start: int, frequencies: tuple[float, ...], magnitude: float = 1.0) -> Tensor:
     """Rotary positions start, start + 1, ... applied to x [B, H, T, D], D even; same dtype.
 
-    Dimension c turns with c + D/2 by p / 10000^(2c/D) (Su et al. 2021, in GPT-NeoX's half
-    layout). The turn is computed in fp32.
+    Dimension c turns with c + D/2 by position x frequencies[c] (Su et al. 2021, in GPT-NeoX's half
+    layout), and the result is multiplied by `magnitude`. The turn is computed in fp32 (fp64 for
+    fp64).
     """
-    cosine, sine = _rotary(start, x.shape[2], x.shape[3], x.device)
-    first, second = x.float().chunk(2, dim=-1)
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    cosine, sine = _rotary(start, x.shape[2], frequencies, magnitude, wide, x.device)
+    first, second = x.to(wide).chunk(2, dim=-1)
     turned = (first * cosine - second * sine, second * cosine + first * sine)
     return torch.cat(turned, dim=-1).to(x.dtype)
 
 
 @lru_cache(maxsize=2)
-def _rotary(start: int, length: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _rotary(
+    start: int,
+    length: int,
+    frequencies: tuple[float, ...],
+    magnitude: float,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[Tensor, Tensor]:
     with torch.inference_mode(False), torch.no_grad():
-        angles = _angles(start, length, width // 2, width)
-        return angles.cos().float().to(device), angles.sin().float().to(device)
+        angles = _angles(
+            start, length, torch.tensor(frequencies, dtype=torch.float64, device="cpu")
+        )
+        cosine, sine = angles.cos() * magnitude, angles.sin() * magnitude
+        return cosine.to(dtype).to(device), sine.to(dtype).to(device)
 
 
 def relative_buckets(device: torch.device) -> Tensor:

@@ -1,4 +1,4 @@
-"""The slopes of ALiBi: one number a head, fixed, exact in double precision.
+"""The slopes of ALiBi: one number a head, fixed and exact in double precision, or learned.
 
 Source: Press, Smith, Lewis, "Train Short, Test Long" (2022), section 3 and the authors' code.
 """
@@ -6,6 +6,9 @@ Source: Press, Smith, Lewis, "Train Short, Test Long" (2022), section 3 and the 
 from __future__ import annotations
 
 from functools import lru_cache
+
+import torch
+from torch import Tensor
 
 
 @lru_cache(maxsize=64)
@@ -49,3 +52,15 @@ def slice_slopes(slopes: tuple[float, ...], rank: int, size: int) -> tuple[float
         raise ValueError(f"there is no rank {rank} of {size}")
     share = len(slopes) // size
     return slopes[rank * share : (rank + 1) * share]
+
+
+def learned_slopes(start: tuple[float, ...], log_ratio: Tensor) -> Tensor:
+    """Slopes start_h exp(log_ratio_h) `[H]`, fp32 (fp64 for fp64), differentiable.
+
+    What is learned is the logarithm of a slope's ratio to its value at the start: a slope stays
+    positive, one step of Adam changes steep and flat ones by like shares, and log_ratio = 0, which
+    16 bits hold exactly, is the start itself.
+    """
+    wide = torch.float64 if log_ratio.dtype == torch.float64 else torch.float32
+    values = torch.tensor(start, dtype=wide, device=log_ratio.device)
+    return values * log_ratio.to(wide).exp()

@@ -233,3 +233,12 @@ def split_columns(shape: tuple[int, int], tp: Axis) -> nn.Parameter:
     if tp.size > 1:
         mark(parameter, Shard(shape, 1, (part,), part.length))
     return parameter
+
+
+def split_vector(length: int, tp: Axis) -> nn.Parameter:
+    """An unset vector of which each rank has its slice."""
+    part = Part(length).interval(0, tp)
+    parameter = nn.Parameter(torch.empty(part.length))
+    if tp.size > 1:
+        mark(parameter, Shard((length,), 0, (part,), part.length))
+    return parameter

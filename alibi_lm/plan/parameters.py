@@ -67,7 +67,8 @@ def _named(layer: str, parameters: tuple[HeldParameter, ...]) -> Iterator[HeldPa
 
 
 def _key(model: ModelConfig) -> tuple[tuple[str, object], ...]:
-    return tuple(sorted(vars(model).items()))
+    # Scaling changes no parameter.
+    return tuple(sorted((key, value) for key, value in vars(model).items() if key != "scaling"))
 
 
 @lru_cache(maxsize=64)

@@ -12,7 +12,8 @@ from alibi_lm.data.manifest import manifest_for
 from alibi_lm.data.sampling import batch_indices
 from alibi_lm.data.tokenizer import load_tokenizer
 from alibi_lm.model.flops import flops_per_token, num_parameters
-from alibi_lm.model.slopes import alibi_slopes, slice_slopes
+from alibi_lm.model.scaling import head_slopes
+from alibi_lm.model.slopes import slice_slopes
 from alibi_lm.parallel.layout import Layout, Place
 from alibi_lm.plan.communication import Sent, sent
 from alibi_lm.plan.memory import Activations, States, activations, states
@@ -59,13 +60,11 @@ class RankPlan:
 
     @property
     def slopes(self) -> tuple[float, ...] | None:
-        """Slopes of its heads; None where the model has no linear biases."""
-        model = self.setting.config.model
-        if model.position != "alibi":
+        """Slopes of its heads, learned ones as at the start; None without linear biases."""
+        slopes = head_slopes(self.setting.config.model)
+        if slopes is None:
             return None
-        return slice_slopes(
-            alibi_slopes(model.num_heads), self.place.tensor, self.setting.layout.tp
-        )
+        return slice_slopes(slopes, self.place.tensor, self.setting.layout.tp)
 
     def samples(self, step: int = 0) -> list[list[int]]:
         """The samples of a step that it reads, micro-batch by micro-batch."""

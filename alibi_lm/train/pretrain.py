@@ -50,6 +50,8 @@ from alibi_lm.train.saving import clear_leftovers
 from alibi_lm.train.verdict import Limits
 from alibi_lm.train.watchdog import watched
 
+MAY_CHANGE = ("window", "scaling", "initializer_range")
+"""Keys of the model that may differ from those of `train.init_from`."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -149,11 +151,11 @@ def _initial_weights(config: Config, inputs: Inputs) -> Path | None:
     step = open_run(folder, check=rank() == 0)
     theirs, ours = to_dict(step.config.model), to_dict(config.model)
     fix = "use the same model and tokenizer as train.init_from"
-    # The window and the spread of initial weights do not change what a weight means.
+    # Window, scaling and the spread of initial weights do not change what a weight means.
     problems = [
         Problem(f"model.{key}", ours[key], f"is {theirs[key]!r} in {folder}", fix)
         for key in ours
-        if ours[key] != theirs[key] and key not in ("window", "initializer_range")
+        if ours[key] != theirs[key] and key not in MAY_CHANGE
     ]
     tokenizer = None if inputs.tokenizer is None else inputs.tokenizer.digest
     if tokenizer != step.meta["data"]["tokenizer"]:

@@ -26,6 +26,33 @@ BLOOM = {"shape": "bloom", "tied_embeddings": False}
 MQA, GQA = {"num_kv_heads": 1}, {"num_kv_heads": 2}
 BF16 = {"precision": "bf16"}
 
+NTK = {"scaling": {"kind": "ntk", "factor": 2.0}}
+LEARNED_SLOPES = {"position": "alibi_learned"}
+RIVALS: dict[str, dict[str, Any]] = {
+    "learned slopes": LEARNED_SLOPES | {"stages": [0, 1]},
+    "interpolated slopes": {"stages": [1], "scaling": {"kind": "linear", "factor": 2.0}},
+    "ntk slopes, window": NTK | {"stages": [1], "window": 7},
+    "sinusoidal": {"stages": [1], "position": "sinusoidal"},
+    "learned": {"stages": [1], "position": "learned", "max_positions": 40},
+    "t5": {"stages": [1], "position": "t5"},
+    "none, window": {"stages": [1], "position": "none", "window": 7},
+    "rotary": {"stages": [1], "position": "rotary"},
+    "rotary interpolated": {
+        "stages": [1], "position": "rotary", "scaling": {"kind": "linear", "factor": 2.0},
+    },
+    "rotary ntk": NTK | {"stages": [1], "position": "rotary"},
+    "rotary yarn": {
+        "stages": [1], "position": "rotary",
+        "scaling": {"kind": "yarn", "factor": 2.0, "original_length": 10},
+    },
+    "rotary longrope": {
+        "stages": [1], "position": "rotary",
+        "scaling": {"kind": "longrope", "factor": 2.0, "original_length": 10,
+                    "factors": [1.0, 1.2, 1.4, 1.6, 1.8, 2.0]},
+    },
+}  # fmt: skip
+"""Every scheme that ALiBi is compared with."""
+
 # ranks, tp, pp
 Layout = tuple[int, int, int]
 Variants = dict[str, dict[str, Any]]
@@ -37,6 +64,7 @@ LAYOUTS: dict[Layout, Variants] = {
         "bloom mqa": BLOOM | MQA | {"stages": [1]},
         "mpt gqa recomputed": GQA | {"stages": [1], "recompute": True},
         "mpt of local slopes": {"stages": [1], "local_slopes": True},
+        "learned slopes, ntk": NTK | LEARNED_SLOPES | {"stages": [1]},
     },
     (2, 1, 2): {
         "mpt recomputed": {"stages": [0, 1], "recompute": True},
@@ -44,6 +72,7 @@ LAYOUTS: dict[Layout, Variants] = {
         "mpt gqa bf16": GQA | BF16 | {"stages": [1]},
         "bloom tied": {"stages": [1], "shape": "bloom"},
         "mpt fp16": {"stages": [1], "precision": "fp16"},
+        "learned slopes, ntk": NTK | LEARNED_SLOPES | {"stages": [1]},
     },
     (4, 2, 1): {
         "mpt gqa": GQA | {"stages": [1]},
@@ -82,8 +111,6 @@ MORE: dict[Layout, Variants] = {
         "mpt": {"stages": [0, 1]},
         "mpt untied": {"stages": [0, 1], "tied_embeddings": False},
         "bloom bf16": BLOOM | BF16 | {"stages": [1], "recompute": True},
-        "learned": {"stages": [1], "position": "learned", "max_positions": 40},
-        "t5": {"stages": [1], "position": "t5"},
     },
     (4, 1, 4): {
         "mpt": {"stages": [0, 1], "num_layers": 5},
@@ -113,6 +140,10 @@ MORE: dict[Layout, Variants] = {
         "bloom tied bf16": BF16 | {"stages": [1], "shape": "bloom"},
     },
 }
+
+
+MORE[2, 2, 1] |= RIVALS | {"learned slopes bf16": LEARNED_SLOPES | BF16 | {"stages": [1, 3]}}
+MORE[2, 1, 2] |= RIVALS | {"learned slopes bf16": LEARNED_SLOPES | BF16 | {"stages": [1]}}
 
 
 def train(folder: Path, layout: Layout, variants: Variants) -> dict[str, Any]:

@@ -13,7 +13,8 @@ import torch
 
 from alibi_lm.errors import CheckpointError, ConfigError, DataError
 from alibi_lm.evals.config import PerplexityConfig
-from alibi_lm.evals.perplexity import run_perplexity, target_bytes
+from alibi_lm.evals.documents import target_bytes
+from alibi_lm.evals.perplexity import run_perplexity
 from alibi_lm.evals.results import default_lengths, finished, stored
 from alibi_lm.evals.scorer import NativeScorer
 from alibi_lm.evals.suite import read_suite

@@ -106,7 +106,8 @@ def step(tmp_path: Path) -> Any:
 def test_full_report_stands_alone(step: Any) -> None:
     write_log(step.run_folder)
     planted = PlantedLosses(lambda t, p: 2 + t * 1e-4)
-    run_perplexity(step, PerplexityConfig(lengths=[64, 128, 512]), planted)
+    protocols = PerplexityConfig(lengths=[64, 128, 512], stride=32, fixed_targets=16)
+    run_perplexity(step, protocols, planted)
     config = NeedleConfig(lengths=[128, 512], num_trials=10)
     run_needle(step, config, CopyingScorer(context=8))
     step.hf_folder.mkdir(parents=True)
@@ -123,6 +124,11 @@ def test_full_report_stands_alone(step: Any) -> None:
         "Retrieves within",
         "1.5e-05 (at most 1e-04 allowed)",
         "does not show",
+        "Uses context beyond 128: no (at length 512: excess over the null model +0.0000",
+        "input cut to 128 tokens",
+        "Sliding windows, stride 32",
+        "The last 16 tokens of each document",
+        "Loss by tokens of context, in windows of 512",
         "stated number",
         "slope",
     ):

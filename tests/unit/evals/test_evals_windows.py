@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 
 from alibi_lm.data.indexed import TokenFile
 from alibi_lm.errors import DataError
-from alibi_lm.evals.windows import document_windows, validation_batches, window_batches
+from alibi_lm.evals.windows import (
+    document_windows,
+    fixed_target_windows,
+    non_overlapping_windows,
+    sliding_windows,
+    validation_batches,
+    window_batches,
+)
 from tests.unit.evals.evals_fakes import write_documents
 
 
@@ -37,17 +44,47 @@ def test_batches_hold_every_target_of_every_document_once(
     offsets = np.cumsum([0, *sizes])
     documents = [np.arange(a, b) for a, b in zip(offsets, offsets[1:], strict=False)]
     seen: Counter[tuple[int, int]] = Counter()
-    for batch in window_batches(documents, length, batch_tokens):
+    windows = non_overlapping_windows(documents, length)
+    for batch in window_batches(documents, windows, batch_tokens):
         rows, width = batch.tokens.shape
         assert rows == 1 or rows * (width - 1) <= batch_tokens
-        for tokens, count, document in zip(
-            batch.tokens, batch.num_targets, batch.document, strict=True
-        ):
+        for tokens, window in zip(batch.tokens, batch.windows, strict=True):
+            count = window.num_inputs
             assert np.array_equal(np.diff(tokens[: count + 1]), np.ones(count))
-            seen.update((int(document), int(target)) for target in tokens[1 : count + 1])
+            assert window.first == window.start + 1
+            seen.update((window.document, int(target)) for target in tokens[1 : count + 1])
     wanted = {(i, int(t)) for i, document in enumerate(documents) for t in document[1:]}
     assert set(seen) == wanted
     assert set(seen.values()) <= {1}
+
+
+@given(num_tokens=st.integers(2, 90), length=st.integers(1, 40), stride=st.integers(1, 40))
+def test_sliding_windows_score_every_target_once_with_the_stated_context(
+    num_tokens: int, length: int, stride: int
+) -> None:
+    stride = min(stride, length)
+    windows = sliding_windows([np.arange(num_tokens)], length, stride)
+    targets = [target for window in windows for target in range(window.first, window.stop)]
+    assert targets == list(range(1, num_tokens))
+    assert [window.start for window in windows] == [stride * i for i in range(len(windows))]
+    for window in windows:
+        assert window.num_inputs <= length
+        for target in range(window.first, window.stop):
+            context = target - window.start
+            assert 1 <= context <= length
+            assert context == target or context > length - stride
+
+
+@given(sizes=st.lists(st.integers(2, 60), max_size=5), length=st.integers(1, 40))
+def test_fixed_targets_are_the_last_of_every_long_enough_document(
+    sizes: list[int], length: int
+) -> None:
+    windows = fixed_target_windows([np.arange(size) for size in sizes], length, 1)
+    long_enough = [index for index, size in enumerate(sizes) if size > length]
+    assert [window.document for window in windows] == long_enough
+    for window in windows:
+        assert (window.first, window.stop) == (sizes[window.document] - 1, sizes[window.document])
+        assert window.num_inputs == length
 
 
 def test_validation_windows_score_the_same_targets_at_every_multiple(tmp_path: Path) -> None:

@@ -295,6 +295,16 @@ def test_what_a_killed_export_left_is_taken_away(tmp_path: Path) -> None:
     ("model", "format", "message"),
     [
         ({"position": "rotary"}, None, "model.position = rotary: MptForCausalLM adds linear"),
+        (
+            {"position": "alibi_learned"},
+            None,
+            "model.position = alibi_learned: MptForCausalLM has fixed slopes",
+        ),
+        (
+            {"scaling": {"kind": "linear", "factor": 2}},
+            None,
+            "model.scaling.kind = linear: MptForCausalLM has the paper's slopes, unscaled",
+        ),
         ({"position": "none", "window": 9}, None, "model.window = 9: MptForCausalLM has no slid"),
         ({}, "bloom", "model.shape = mpt: does not fit BloomForCausalLM"),
         ({"shape": "bloom"}, "mpt", "model.shape = bloom: does not fit MptForCausalLM"),

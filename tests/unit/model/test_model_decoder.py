@@ -19,7 +19,9 @@ from alibi_lm.model.initial import initial_value
 from alibi_lm.model.layers import Block, Embedding, Head, layers
 
 LENGTH = 32
-POSITIONS: list[Position] = ["alibi", "sinusoidal", "learned", "rotary", "t5", "none"]
+POSITIONS: list[Position] = [
+    "alibi", "alibi_learned", "sinusoidal", "learned", "rotary", "t5", "none"
+]  # fmt: skip
 
 
 def small(**options: Any) -> ModelConfig:

@@ -20,7 +20,9 @@ from alibi_lm.model.decoder import Decoder
 from alibi_lm.model.generation import choose, generate, stream
 from alibi_lm.model.initial import generator
 
-POSITIONS: list[Position] = ["alibi", "sinusoidal", "learned", "rotary", "t5", "none"]
+POSITIONS: list[Position] = [
+    "alibi", "alibi_learned", "sinusoidal", "learned", "rotary", "t5", "none"
+]  # fmt: skip
 
 
 def make(**options: Any) -> Decoder:

@@ -128,7 +128,7 @@ def test_column_slices_that_do_not_cover_once_are_refused(
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4, 8])
 @pytest.mark.parametrize("size", [2, 4, 8])
-@pytest.mark.parametrize("position", ["alibi", "t5", "learned"])
+@pytest.mark.parametrize("position", ["alibi", "alibi_learned", "t5", "learned"])
 def test_the_ranks_slices_are_the_initial_model(position: str, size: int, kv_heads: int) -> None:
     """Every element of every whole parameter is held; what counts is held once, and as drawn."""
     config = ModelConfig(
