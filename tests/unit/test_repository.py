@@ -47,7 +47,9 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "train": ("config", "parallel", "model", "data", "checkpoint", "evals"),
     "plan": ("config", "parallel", "model", "data", "train"),
     "doctor": ("config", "model", "train"),
+    "commands": ("model", "data", "checkpoint", "hf"),
     "cli": (
+        "commands",
         "config",
         "parallel",
         "model",
