@@ -20,7 +20,7 @@ NUM_STEPS = 5
 def losses_of_plain_torch(
     model: torch.nn.Module, config: Path, overrides: list[str]
 ) -> list[float]:
-    """Losses of steps of torch's AdamW on the run's own samples, and nothing else of this project."""
+    """Losses of steps of torch's AdamW on the samples that the run will see."""
     settings, _ = read_config(config, overrides, 1)
     inputs, train = open_inputs(settings), settings.train
     model.train()

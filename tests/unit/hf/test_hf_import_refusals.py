@@ -53,7 +53,7 @@ def config(**values: Any) -> Change:
     return changed
 
 
-def index(change: Callable[[dict[str, str]], Any]) -> Change:
+def index(change: Callable[[dict[str, Any]], Any]) -> Change:
     def changed(folder: Path) -> None:
         content = json.loads((folder / INDEX).read_text())
         change(content["weight_map"])
