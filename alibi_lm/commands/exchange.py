@@ -35,6 +35,12 @@ PROOF = click.option(
 )
 @click.option("--tokenizer/--no-tokenizer", default=True, help="Whether to write a tokenizer.")
 @PROOF
+@click.option(
+    "--with-code",
+    is_flag=True,
+    help="Write our own modelling file beside the weights, for trust_remote_code: for windows and "
+    "position schemes that no stock class computes.",
+)
 def export(
     run: Path,
     out: Path | None,
@@ -42,6 +48,7 @@ def export(
     layout: str | None,
     tokenizer: bool,
     proof: str | None,
+    with_code: bool,
 ) -> None:
     """Write RUN as a Hugging Face folder, reload it, and compare its logits.
 
@@ -52,7 +59,7 @@ def export(
 
     step = open_run(run)
     run_export(step, out or step.hf_folder, dtype=dtype, format=layout, tokenizer=tokenizer,
-               proof=proof)  # fmt: skip
+               proof=proof, with_code=with_code)  # fmt: skip
 
 
 @click.command("import")

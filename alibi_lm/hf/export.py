@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -16,10 +17,20 @@ from alibi_lm.errors import CheckpointError, ConfigError, Problem
 from alibi_lm.files import write_json, write_text
 from alibi_lm.hf.bloom import BLOOM, BLOOM_READING
 from alibi_lm.hf.card import model_card
+from alibi_lm.hf.code import CODE, prove_code, write_code
 from alibi_lm.hf.facts import FACTS, file_digests
 from alibi_lm.hf.layout import Layout, TokenIds, check_model, config_json
 from alibi_lm.hf.mpt import MPT, MPT_READING
-from alibi_lm.hf.proof import Pair, Proof, choose, prove_export, told
+from alibi_lm.hf.proof import (
+    MULTIPLES,
+    Pair,
+    Proof,
+    choose,
+    prove_export,
+    prove_tokenizer,
+    sample_tokens,
+    told,
+)
 from alibi_lm.hf.shards import SHARD_BYTES, write_shards
 from alibi_lm.hf.source import SourceFolder, read_json
 from alibi_lm.hf.stock import stock_config
@@ -44,6 +55,7 @@ def export(
     tokenizer: bool = True,
     shard_bytes: int = SHARD_BYTES,
     proof: Proof | str | None = None,
+    with_code: bool = False,
 ) -> dict[str, Any]:
     """Write `step` as a Hugging Face folder `out` and prove that stock `transformers` agrees.
 
@@ -61,6 +73,8 @@ def export(
         proof: what is compared, see `proof.Proof`; by default logits, one block at a time where
             memory is short for both models. What only one tensor is needed for at a time, the
             writing above all, holds no more.
+        with_code: write our own modelling file, for `trust_remote_code`, beside the weights. It
+            holds every model, those too that no stock class does.
 
     Returns:
         The content of alibi_lm_export.json: source, settings, proof and versions.
@@ -69,7 +83,7 @@ def export(
         ConfigError: an unknown dtype or format, or a model that no stock class holds.
         CheckpointError: `out` holds something else, the proof fails, or there is no room.
     """
-    layout = _layout(step, dtype, format)
+    layout = _layout(step, dtype, format, with_code)
     kind = choose(proof, step.config.model)
     source = tokenizer and step.tokenizer() is not None
     settings = {"format": layout.name, "dtype": dtype, "tokenizer": source}
@@ -87,7 +101,7 @@ def export(
     return facts
 
 
-def _layout(step: Step, dtype: str, format: str | None) -> Layout:
+def _layout(step: Step, dtype: str, format: str | None, with_code: bool) -> Layout:
     problems = []
     if dtype not in DTYPES:
         problems.append(Problem("dtype", dtype, f"is not one of {', '.join(DTYPES)}",
@@ -95,8 +109,13 @@ def _layout(step: Step, dtype: str, format: str | None) -> Layout:
     if format is not None and format not in LAYOUTS:
         problems.append(Problem("format", format, f"is not one of {', '.join(LAYOUTS)}",
                                 "choose one of them"))  # fmt: skip
+    if format is not None and with_code:
+        problems.append(Problem("format", format, "is of a stock class, which needs no code",
+                                "leave out one of the two"))  # fmt: skip
     if problems:
         raise ConfigError(*problems)
+    if with_code:
+        return CODE
     layout = LAYOUTS[format or step.config.model.shape]
     check_model(step.config.model, layout)
     return layout
@@ -154,11 +173,9 @@ def _write(
     with step.reader() as reader:
         weights = StepWeights(reader, dtype)
         write_shards(folder, shapes, layout.tensors(model, weights), dtype, shard_bytes)
-        reading = replace(READINGS[layout.name], layout=layout)
-        config = stock_config(folder, read_json(folder, "config.json"), reading)
-        with SourceFolder(folder, reading.prefix) as source:
-            pair = Pair(folder, source, reading, config, model, weights)
-            proof = prove_export(step, pair, kind, tokenizer, out)
+        proof = _proved(step, layout, folder, out, weights, kind)
+    if tokenizer is not None:
+        proof["tokenizer"] = prove_tokenizer(step, tokenizer, folder, out)
     facts = {
         **wanted,
         "run": step.run_folder.name,
@@ -173,6 +190,23 @@ def _write(
     write_text(folder / "README.md", model_card(step, facts, layout))
     write_json(folder / FACTS, facts)
     return facts
+
+
+def _proved(
+    step: Step, layout: Layout, folder: Path, out: Path, weights: StepWeights, kind: Proof
+) -> dict[str, Any]:
+    model = step.config.model
+    if layout is CODE:
+        write_code(folder)
+        length = min(step.config.train.sequence_length, model.max_positions or sys.maxsize)
+        longest = min(max(MULTIPLES) * length, model.max_positions or sys.maxsize)
+        texts = sample_tokens(step, longest, model)
+        return prove_code(folder, model, weights, kind, texts, length, out)
+    reading = replace(READINGS[layout.name], layout=layout)
+    config = stock_config(folder, read_json(folder, "config.json"), reading)
+    with SourceFolder(folder, reading.prefix) as source:
+        pair = Pair(folder, source, reading, config, model, weights)
+        return prove_export(step, pair, kind, out)
 
 
 def _generation_config(ids: TokenIds) -> dict[str, Any]:

@@ -130,11 +130,11 @@ def check_model(model: ModelConfig, layout: Layout) -> None:
     if model.position != "alibi":
         problems.append(Problem("model.position", model.position,
                                 f"{layout.class_name} adds linear biases, whatever its config says",
-                                "no stock class holds this model"))  # fmt: skip
+                                "export it --with-code, for trust_remote_code"))  # fmt: skip
     if model.window is not None:
         problems.append(Problem("model.window", model.window,
                                 f"{layout.class_name} has no sliding window",
-                                "no stock class holds this model"))  # fmt: skip
+                                "export it --with-code, for trust_remote_code"))  # fmt: skip
     if problems:
         raise ConfigError(*problems)
 

@@ -155,16 +155,13 @@ def prove(pair: Pair, proof: Proof, texts: tuple[Tensor, str], length: int) -> d
     return facts
 
 
-def prove_export(
-    step: Step, pair: Pair, proof: Proof, tokenizer: Tokenizer | None, name: Path
-) -> dict[str, Any]:
-    """Compare an exported folder's model and tokenizer with the run's; the numbers.
+def prove_export(step: Step, pair: Pair, proof: Proof, name: Path) -> dict[str, Any]:
+    """Compare an exported folder's model with the run's; the numbers.
 
     Args:
         step: the checkpoint, for its validation text and training length.
         pair: its weights, rounded as the exported ones are, and the folder.
         proof: what is compared of the model.
-        tokenizer: the run's, if it was exported.
         name: what the folder is called in an error.
 
     Raises:
@@ -177,11 +174,22 @@ def prove_export(
     try:
         with quiet():
             tokens = sample_tokens(step, min(wanted, longest or wanted), pair.model)
-            facts = prove(pair, proof, tokens, length)
-            if tokenizer is not None:
-                texts = validation_texts(step, tokenizer)
-                facts["tokenizer"] = _compare_tokenizers(tokenizer, pair.folder, texts)
-            return facts
+            return prove(pair, proof, tokens, length)
+    except Mismatch as mismatch:
+        raise CheckpointError(Problem(str(name), None, mismatch.rule, mismatch.fix)) from None
+
+
+def prove_tokenizer(
+    step: Step, tokenizer: Tokenizer, folder: Path, name: Path
+) -> dict[str, int | str]:
+    """Compare the folder's tokenizer with the run's on validation text; the numbers.
+
+    Raises:
+        CheckpointError: ids or texts differ.
+    """
+    try:
+        with quiet():
+            return _compare_tokenizers(tokenizer, folder, validation_texts(step, tokenizer))
     except Mismatch as mismatch:
         raise CheckpointError(Problem(str(name), None, mismatch.rule, mismatch.fix)) from None
 
