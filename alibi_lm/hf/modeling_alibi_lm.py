@@ -86,7 +86,7 @@ class Embedding(nn.Module):
         if config.shape == "bloom":
             self.norm = _norm(config)
         if config.position == "learned":
-            self.position = nn.Parameter(torch.empty(config.max_positions, config.hidden_size))
+            self.position = nn.Parameter(torch.empty(config.max_positions or 0, config.hidden_size))
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """[B, T] and their positions to [B, T, hidden_size]."""

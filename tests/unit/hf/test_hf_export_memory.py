@@ -19,7 +19,7 @@ from alibi_lm.checkpoint.step import Step, open_run
 from alibi_lm.files import sha256
 from alibi_lm.hf.export import export
 from alibi_lm.parallel.shard import Run
-from tests.unit.hf.small_step import add_tokenizer, write_step
+from tests.unit.hf.small_step import write_step
 
 MEASURE = """
 import json, sys, threading
@@ -79,7 +79,11 @@ def test_memory_is_that_of_a_block(shape: str, tmp_path: Path) -> None:
     }
     print(f"{shape}: {num_bytes / 2**20:.0f} MiB of weights,", {
         name: f"{peak / 2**20:.0f} MiB" for name, peak in peaks.items()})  # fmt: skip
-    assert all(0 < peak < num_bytes / 4 for peak in peaks.values()), (peaks, num_bytes)
+    # Beside a block of each model, the stock class's scores of 8 heads at 512 tokens, four times.
+    scores = 4 * 4 * 8 * 512 * 512
+    assert 0 < peaks["weights"] < num_bytes / 4
+    assert 0 < peaks["export"] < num_bytes / 4
+    assert 0 < peaks["import"] < num_bytes / 4 + scores
 
 
 def split_by_columns(step: Step, folder: Path) -> Step:
@@ -116,7 +120,6 @@ def test_a_checkpoint_in_any_layout_gives_the_same_folder(
 ) -> None:
     model = {"shape": shape, "num_heads": 12, "num_kv_heads": kv_heads}
     first = write_step(tmp_path / "a/run", model)
-    add_tokenizer(first, tmp_path)
     place = "run/checkpoints/step_00000007"
     second = split_by_columns(first, tmp_path / "b" / place)
     (tmp_path / "c/run/checkpoints").mkdir(parents=True)
