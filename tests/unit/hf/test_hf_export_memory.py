@@ -27,7 +27,10 @@ from pathlib import Path
 from alibi_lm.checkpoint.step import open_run
 from alibi_lm.hf.export import export
 from alibi_lm.hf.importing import import_folder
+from alibi_lm.hf import proof as proofs
 from alibi_lm.hf.stock import stock_class
+
+proofs.IMPORT_LENGTH = 24  # at more tokens, the stock class's scores are what memory holds
 
 def anonymous():
     # Not the pages of mapped files, which the system takes back when it needs them.
@@ -79,11 +82,7 @@ def test_memory_is_that_of_a_block(shape: str, tmp_path: Path) -> None:
     }
     print(f"{shape}: {num_bytes / 2**20:.0f} MiB of weights,", {
         name: f"{peak / 2**20:.0f} MiB" for name, peak in peaks.items()})  # fmt: skip
-    # Beside a block of each model, the stock class's scores of 8 heads at 512 tokens, four times.
-    scores = 4 * 4 * 8 * 512 * 512
-    assert 0 < peaks["weights"] < num_bytes / 4
-    assert 0 < peaks["export"] < num_bytes / 4
-    assert 0 < peaks["import"] < num_bytes / 4 + scores
+    assert all(0 < peak < num_bytes / 4 for peak in peaks.values()), (peaks, num_bytes)
 
 
 def split_by_columns(step: Step, folder: Path) -> Step:
