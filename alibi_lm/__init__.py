@@ -1,3 +1,28 @@
 """alibi_lm: distributed pretraining of language models with Attention with Linear Biases."""
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from alibi_lm.model.config import ModelConfig
+    from alibi_lm.model.decoder import Decoder
+    from alibi_lm.text import Run, load_run
+
 __version__ = "0.1.0"
+__all__ = ["Decoder", "ModelConfig", "Run", "load_run"]
+
+_HOMES = {
+    "Decoder": "alibi_lm.model.decoder",
+    "ModelConfig": "alibi_lm.model.config",
+    "Run": "alibi_lm.text",
+    "load_run": "alibi_lm.text",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """The names of the Python interface, imported when asked for: torch takes seconds."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -12,11 +12,11 @@ from typing import Any
 import click
 
 from alibi_lm import __version__
+from alibi_lm.commands.arguments import OVERRIDES, RUN
+from alibi_lm.commands.exchange import export, import_command
+from alibi_lm.commands.generate import generate
 from alibi_lm.console import console
 from alibi_lm.errors import EXIT_USER_ERROR, UserError, path_error
-
-OVERRIDES = click.argument("overrides", nargs=-1, metavar="[section.key=value]...")
-RUN = click.argument("run", type=click.Path(path_type=Path))
 
 
 class _Commands(click.Group):
@@ -193,107 +193,9 @@ def horizon(run: Path, overrides: Sequence[str], suite: Path | None, force: bool
     evaluate(open_run(run), read_suite(suite, overrides).horizon, force=force)
 
 
-@main.command()
-@RUN
-@click.argument("out", type=click.Path(path_type=Path), required=False)
-@click.option(
-    "--dtype",
-    type=click.Choice(["fp32", "bf16", "fp16"]),
-    default="fp32",
-    show_default=True,
-    help="Precision of the exported weights.",
-)
-@click.option(
-    "--format",
-    "layout",
-    type=click.Choice(["mpt", "bloom"]),
-    help="Hugging Face class; by default the one that the model's shape fits.",
-)
-@click.option("--tokenizer/--no-tokenizer", default=True, help="Whether to write a tokenizer.")
-def export(run: Path, out: Path | None, dtype: str, layout: str | None, tokenizer: bool) -> None:
-    """Write RUN as a Hugging Face folder, reload it, and compare its logits.
-
-    OUT is by default RUN/hf/step_XXXXXXXX.
-    """
-    from alibi_lm.checkpoint.step import open_run
-    from alibi_lm.hf.export import export as run_export
-
-    step = open_run(run)
-    run_export(step, out or step.hf_folder, dtype=dtype, format=layout, tokenizer=tokenizer)
-
-
-@main.command()
-@RUN
-@click.option("--prompt", "-p", required=True, help="Text to go on from.")
-@click.option(
-    "--max-new-tokens",
-    type=click.IntRange(1),
-    default=64,
-    show_default=True,
-    help="Tokens to add at most.",
-)
-@click.option(
-    "--temperature",
-    type=click.FloatRange(0),
-    default=0.0,
-    show_default=True,
-    help="0 takes the likeliest token.",
-)
-@click.option("--top-k", type=click.IntRange(1), help="Sample from the k likeliest tokens.")
-@click.option(
-    "--top-p",
-    type=click.FloatRange(0, 1, min_open=True),
-    help="Sample from the likeliest tokens of this total share.",
-)
-@click.option("--seed", default=0, show_default=True, help="Seed of the sampling.")
-@click.option(
-    "--epsilon",
-    type=click.FloatRange(0, 1, max_open=True),
-    default=1e-6,
-    show_default=True,
-    help="What each head may leave out of a row, beyond 2,048 tokens; 0 is dense.",
-)
-def generate(
-    run: Path,
-    prompt: str,
-    max_new_tokens: int,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    seed: int,
-    epsilon: float,
-) -> None:
-    """Let RUN's model go on from a prompt."""
-    from alibi_lm.checkpoint.step import open_run
-    from alibi_lm.errors import CheckpointError, Problem
-    from alibi_lm.model.generation import generate as run_generate
-    from alibi_lm.model.ring import RingReport
-
-    step = open_run(run)
-    tokenizer = step.tokenizer()
-    if tokenizer is None:
-        rule = "has no tokenizer"
-        raise CheckpointError(
-            Problem(str(step.folder), None, rule, "train with data.tokenizer set")
-        )
-    ids = tokenizer.encode(prompt) or [tokenizer.eos_id]
-    report = RingReport()
-    tokens = run_generate(
-        step.decoder(),
-        [ids],
-        max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        eos_id=tokenizer.eos_id,
-        epsilon=epsilon,
-        report=report,
-    )
-    console.say(prompt + tokenizer.decode([t for t in tokens[0] if t != tokenizer.eos_id]))
-    if report.queries:
-        share = f"{report.cold_queries:,} of {report.queries:,} ({report.cold_share:.2%})"
-        console.say(f"queries of single heads that reached beyond their ring: {share}")
+main.add_command(export)
+main.add_command(import_command)
+main.add_command(generate)
 
 
 @main.command()

@@ -37,6 +37,11 @@ class Console:
         """Write one line for the user to standard output."""
         self._write(text, sys.stdout)
 
+    def write(self, text: str) -> None:
+        """Write text as it is to standard output at once, without a line's end."""
+        if not self.muted:
+            print(text, end="", flush=True)
+
     def warn(self, text: str) -> None:
         """Write one warning line to standard error."""
         self._write(f"warning: {text}", sys.stderr)

@@ -6,8 +6,6 @@ format, with every tensor whole or cut in one place, in as many files as asked f
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import os
 import shutil
@@ -15,6 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from alibi_lm.checkpoint.folder import (
     damage,
@@ -25,6 +25,7 @@ from alibi_lm.checkpoint.folder import (
     write_meta,
 )
 from alibi_lm.checkpoint.fragments import KINDS, PARAM, FragmentReader, fragment_key
+from alibi_lm.checkpoint.tensor_file import write_stream
 from alibi_lm.errors import CheckpointError, Problem
 from alibi_lm.files import sync
 from alibi_lm.locking import alone
@@ -134,35 +135,15 @@ def _split(
 
 
 def _write_shard(reader: FragmentReader, parts: list[_Part], path: Path) -> dict[str, Any]:
-    """Write a safetensors file piece by piece; returns its size and sha256.
-
-    The library's own writer takes all tensors of a file at once. The format: 8 bytes with the
-    header's length, the header as JSON padded by spaces, the tensors' bytes. See
-    https://github.com/huggingface/safetensors#format.
-    """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for part in parts:
-        key = fragment_key(part.name, part.kind, Run.contiguous(part.start, part.numel))
-        begin, end = end, end + 4 * part.numel
-        header[key] = {"dtype": "F32", "shape": [part.numel], "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    digest, size = hashlib.sha256(), 0
-    with path.open("wb") as file:
-        for block in (len(text).to_bytes(8, "little"), text):
-            size += file.write(block)
-            digest.update(block)
-        for part in parts:
-            for block in _blocks(reader, part):
-                size += file.write(block)
-                digest.update(block)
-    sync(path)
-    return {"bytes": size, "sha256": digest.hexdigest()}
+    """Write a safetensors file piece by piece; returns its size and sha256."""
+    shapes = {
+        fragment_key(part.name, part.kind, Run.contiguous(part.start, part.numel)): (part.numel,)
+        for part in parts
+    }
+    return write_stream(path, shapes, (block for part in parts for block in _blocks(reader, part)))
 
 
-def _blocks(reader: FragmentReader, part: _Part) -> Iterator[bytes]:
+def _blocks(reader: FragmentReader, part: _Part) -> Iterator[Tensor]:
     for start in range(part.start, part.start + part.numel, _AT_ONCE):
         numel = min(_AT_ONCE, part.start + part.numel - start)
-        values = reader.read(part.name, part.kind, start, numel).numpy()
-        yield values.astype("<f4", copy=False).tobytes()
+        yield reader.read(part.name, part.kind, start, numel)

@@ -59,6 +59,16 @@ class Step:
         """SHA-256 of meta.json, which itself holds the digest of every file."""
         return hashlib.sha256((self.folder / META).read_bytes()).hexdigest()
 
+    def weights_digest(self) -> str:
+        """SHA-256 over names and fp32 values of all weights, whatever files they lie in."""
+        digest = hashlib.sha256()
+        with self.reader() as reader:
+            for name in sorted(reader.shapes):
+                tensor = reader.tensor(name)
+                digest.update(f"{name}{list(tensor.shape)}".encode())
+                digest.update(tensor.numpy().astype("<f4", copy=False).data)
+        return digest.hexdigest()
+
     @cached_property
     def config(self) -> Config:
         """The run's resolved config."""

@@ -37,8 +37,8 @@ class DataConfig:
     tokenizer: str | None = None
     """Tokenizer folder, .model or tokenizer.json that made the token files; copied into the run."""
 
-    def problems(self, key: str) -> Iterator[Problem]:
-        """The rules of this section that are broken."""
+    def training_problems(self, key: str) -> Iterator[Problem]:
+        """The rules that are broken for training; an imported model has no corpora."""
         if not self.corpora:
             yield Problem(f"{key}corpora", None, "is empty",
                           "list at least one corpus with its prefix")  # fmt: skip

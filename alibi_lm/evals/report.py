@@ -181,7 +181,7 @@ def export_facts(step: Step) -> dict[str, Any] | None:
         facts = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, UnicodeDecodeError, json.JSONDecodeError):
         return None
-    return facts if facts["checkpoint"]["digest"] == step.digest else None
+    return facts if facts["checkpoint"].get("weights") == step.weights_digest() else None
 
 
 def export_rows(step: Step) -> list[tuple[str, str]]:

@@ -1,1 +1,1 @@
-"""Hugging Face export."""
+"""Hugging Face folders: export and import."""

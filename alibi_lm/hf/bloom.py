@@ -6,13 +6,13 @@ query_key_value are interleaved by head: [num_heads, 3, head_dim].
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from alibi_lm.hf.layout import Layout, Tensors, split_qkv
+from alibi_lm.hf.layout import Layout, Reading, Tensors, split_qkv
 from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.layers import LAYER_NORM_EPSILON
 
@@ -25,22 +25,37 @@ _BLOCK_NAMES = {
 }
 
 
-def _tensors(model: ModelConfig, weights: Mapping[str, Tensor]) -> Tensors:
-    yield "transformer.word_embeddings.weight", weights["embedding.weight"]
-    for kind in ("weight", "bias"):
-        yield f"transformer.word_embeddings_layernorm.{kind}", weights[f"embedding.norm.{kind}"]
+def _names(model: ModelConfig) -> Iterator[tuple[str, str]]:
+    """Canonical name and the class's of every tensor, in the class's order."""
+    kinds = ("weight", "bias")
+    yield "embedding.weight", "transformer.word_embeddings.weight"
+    for kind in kinds:
+        yield f"embedding.norm.{kind}", f"transformer.word_embeddings_layernorm.{kind}"
     for index in range(model.num_layers):
         ours, theirs = f"blocks.{index}", f"transformer.h.{index}"
-        for kind in ("weight", "bias"):
-            qkv = split_qkv(model, weights[f"{ours}.attention.qkv.{kind}"])
-            rows = torch.stack(qkv, dim=1).flatten(0, 2)
-            yield f"{theirs}.self_attention.query_key_value.{kind}", rows
+        for kind in kinds:
+            yield f"{ours}.attention.qkv.{kind}", f"{theirs}.self_attention.query_key_value.{kind}"
             for name, canonical in _BLOCK_NAMES.items():
-                yield f"{theirs}.{name}.{kind}", weights[f"{ours}.{canonical}.{kind}"]
-    for kind in ("weight", "bias"):
-        yield f"transformer.ln_f.{kind}", weights[f"head.norm.{kind}"]
+                yield f"{ours}.{canonical}.{kind}", f"{theirs}.{name}.{kind}"
+    for kind in kinds:
+        yield f"head.norm.{kind}", f"transformer.ln_f.{kind}"
     if not model.tied_embeddings:
-        yield "lm_head.weight", weights["head.weight"]
+        yield "head.weight", "lm_head.weight"
+
+
+def _tensors(model: ModelConfig, weights: Mapping[str, Tensor]) -> Tensors:
+    for canonical, name in _names(model):
+        if ".qkv." in canonical:
+            qkv = split_qkv(model, weights[canonical])
+            yield name, torch.stack(qkv, dim=1).flatten(0, 2)
+        else:
+            yield name, weights[canonical]
+
+
+def _rows(model: ModelConfig, rows: Tensor) -> Tensor:
+    """Rows of query_key_value, interleaved by head, as [Q | K | V]."""
+    by_head = rows.unflatten(0, (model.num_heads, 3, model.head_dim))
+    return by_head.transpose(0, 1).flatten(0, 2)
 
 
 def _config(model: ModelConfig, max_length: int) -> dict[str, Any]:
@@ -61,3 +76,45 @@ def _config(model: ModelConfig, max_length: int) -> dict[str, Any]:
 
 
 BLOOM = Layout("bloom", "BloomForCausalLM", _tensors, _config)
+
+
+def _model(config: Any) -> dict[str, Any]:
+    return {
+        "hidden_size": config.hidden_size,
+        "num_heads": config.n_head,
+        "num_layers": config.n_layer,
+    }
+
+
+def _refused(config: Any) -> Iterator[tuple[str, Any, str]]:
+    if config.apply_residual_connection_post_layernorm:
+        rule = "adds another residual than this model has"
+        yield "apply_residual_connection_post_layernorm", True, rule
+
+
+BLOOM_READING = Reading(
+    layout=BLOOM,
+    names=_names,
+    rows=_rows,
+    model=_model,
+    refused=_refused,
+    length=lambda config: getattr(config, "seq_length", None),
+    longest=lambda config: None,
+    kept=(
+        "seq_length",
+        "hidden_dropout",
+        "attention_dropout",
+        "pretraining_tp",
+        "slow_but_exact",
+    ),
+    aliases={
+        "num_attention_heads": "n_head",
+        "n_embed": "hidden_size",
+        "num_hidden_layers": "n_layer",
+    },
+    num_blocks="n_layer",
+    embedding="word_embeddings",
+    embedding_norm="word_embeddings_layernorm",
+    blocks="h",
+    norm="ln_f",
+)

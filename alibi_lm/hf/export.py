@@ -2,36 +2,44 @@
 
 from __future__ import annotations
 
-import errno
-import glob
 import json
-import os
-import shutil
-import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError
 
 from alibi_lm.checkpoint.step import Step
 from alibi_lm.console import console
 from alibi_lm.errors import CheckpointError, ConfigError, Problem
-from alibi_lm.files import sync, write_json, write_text
-from alibi_lm.hf.bloom import BLOOM
+from alibi_lm.files import write_json, write_text
+from alibi_lm.hf.bloom import BLOOM, BLOOM_READING
 from alibi_lm.hf.card import model_card
-from alibi_lm.hf.layout import Layout, TokenIds, check_model, config_json
-from alibi_lm.hf.mpt import MPT
-from alibi_lm.hf.proof import prove
+from alibi_lm.hf.code import CODE, prove_code, write_code
+from alibi_lm.hf.facts import FACTS, file_digests
+from alibi_lm.hf.layout import Layout, TokenIds, check_code, check_model, config_json
+from alibi_lm.hf.mpt import MPT, MPT_READING
+from alibi_lm.hf.proof import (
+    MULTIPLES,
+    Pair,
+    Proof,
+    choose,
+    prove_export,
+    prove_tokenizer,
+    sample_tokens,
+    told,
+)
 from alibi_lm.hf.shards import SHARD_BYTES, write_shards
+from alibi_lm.hf.source import SourceFolder, read_json
+from alibi_lm.hf.stock import stock_config
+from alibi_lm.hf.target import new_folder
 from alibi_lm.hf.tokenizer import convert_tokenizer
-from alibi_lm.model.decoder import Decoder
+from alibi_lm.hf.weights import StepWeights, unset_weights
 
-FACTS = "alibi_lm_export.json"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+READINGS = {"mpt": MPT_READING, "bloom": BLOOM_READING}
 LAYOUTS = {layout.name: layout for layout in (MPT, BLOOM)}
 SMALLEST_MAX_LENGTH = 65_536
 """The stock MPT class makes a bias of max_seq_len per head at every call (16 heads: 4 MiB, about
@@ -46,6 +54,8 @@ def export(
     format: Literal["mpt", "bloom"] | str | None = None,
     tokenizer: bool = True,
     shard_bytes: int = SHARD_BYTES,
+    proof: Proof | str | None = None,
+    with_code: bool = False,
 ) -> dict[str, Any]:
     """Write `step` as a Hugging Face folder `out` and prove that stock `transformers` agrees.
 
@@ -60,6 +70,11 @@ def export(
         format: the class to write for; by default the one that fits the model's shape.
         tokenizer: whether the run's tokenizer, if it has one, is exported too.
         shard_bytes: largest size of a weights file.
+        proof: what is compared, see `proof.Proof`; by default logits, one block at a time where
+            memory is short for both models. What only one tensor is needed for at a time, the
+            writing above all, holds no more.
+        with_code: write our own modelling file, for `trust_remote_code`, beside the weights. It
+            holds every model, those too that no stock class does.
 
     Returns:
         The content of alibi_lm_export.json: source, settings, proof and versions.
@@ -68,26 +83,25 @@ def export(
         ConfigError: an unknown dtype or format, or a model that no stock class holds.
         CheckpointError: `out` holds something else, the proof fails, or there is no room.
     """
-    layout = _layout(step, dtype, format)
+    layout = _layout(step, dtype, format, with_code)
+    kind = choose(proof, step.config.model)
     source = tokenizer and step.tokenizer() is not None
     settings = {"format": layout.name, "dtype": dtype, "tokenizer": source}
-    wanted = {"checkpoint": {"step": step.step, "digest": step.digest}, "settings": settings}
+    wanted = {
+        "checkpoint": {"step": step.step, "weights": step.weights_digest()},
+        "settings": settings,
+    }
     done = _existing(out, wanted)
     if done is not None:
         console.say(f"export {out}: already made from step {step.step:,}")
         return done
-    with _folder(out) as folder:
-        facts = _write(step, layout, folder, out, wanted, shard_bytes)
-    first, longest = facts["proof"]["logits"][0], facts["proof"]["logits"][-1]
-    console.say(
-        f"export {out}: {layout.class_name}, {dtype}; logits within {first['max_difference']:.1e} "
-        f"at {first['length']:,} tokens and {longest['max_difference']:.1e} at "
-        f"{longest['length']:,}, {facts['proof']['greedy_tokens_equal']} greedy tokens equal"
-    )
+    with new_folder(out) as folder:
+        facts = _write(step, layout, folder, out, wanted, shard_bytes, kind)
+    console.say(f"export {out}: {layout.class_name}, {dtype}; {told(facts['proof'])}")
     return facts
 
 
-def _layout(step: Step, dtype: str, format: str | None) -> Layout:
+def _layout(step: Step, dtype: str, format: str | None, with_code: bool) -> Layout:
     problems = []
     if dtype not in DTYPES:
         problems.append(Problem("dtype", dtype, f"is not one of {', '.join(DTYPES)}",
@@ -95,8 +109,14 @@ def _layout(step: Step, dtype: str, format: str | None) -> Layout:
     if format is not None and format not in LAYOUTS:
         problems.append(Problem("format", format, f"is not one of {', '.join(LAYOUTS)}",
                                 "choose one of them"))  # fmt: skip
+    if format is not None and with_code:
+        problems.append(Problem("format", format, "is of a stock class, which needs no code",
+                                "leave out one of the two"))  # fmt: skip
     if problems:
         raise ConfigError(*problems)
+    if with_code:
+        check_code(step.config.model)
+        return CODE
     layout = LAYOUTS[format or step.config.model.shape]
     check_model(step.config.model, layout)
     return layout
@@ -123,47 +143,14 @@ def _existing(out: Path, wanted: dict[str, Any]) -> dict[str, Any] | None:
     return dict(facts)
 
 
-@contextmanager
-def _folder(out: Path) -> Iterator[Path]:
-    """A temporary folder beside `out`, renamed to it at the end; nothing stays after an error."""
-    _remove_leftovers(out)
-    temporary = out.with_name(f".{out.name}.{socket.gethostname()}-{os.getpid()}.tmp")
-    made = [parent for parent in (out.parent, *out.parent.parents) if not parent.exists()]
-    try:
-        temporary.mkdir(parents=True)
-        yield temporary
-        for path in temporary.iterdir():
-            sync(path)
-        sync(temporary)
-        os.rename(temporary, out)
-        sync(out.parent)
-    except BaseException as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        for parent in made:
-            if parent.is_dir() and not any(parent.iterdir()):
-                parent.rmdir()
-        if isinstance(error, OSError | SafetensorError):
-            raise _write_problem(out, error) from error
-        raise
-
-
-def _remove_leftovers(out: Path) -> None:
-    """Take away what killed exports to `out` on this machine left behind."""
-    for path in out.parent.glob(f".{glob.escape(out.name)}.{socket.gethostname()}-*.tmp"):
-        owner = path.name.removesuffix(".tmp").rpartition("-")[2]
-        if not Path(f"/proc/{owner}").exists():
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _write_problem(out: Path, error: Exception) -> CheckpointError:
-    full = getattr(error, "errno", None) == errno.ENOSPC or "os error 28" in str(error)
-    detail = "no space left on the device" if full else " ".join(str(error).split())
-    fix = "make room or name another folder; nothing was left behind"
-    return CheckpointError(Problem(str(out), None, f"cannot be written ({detail})", fix))
-
-
 def _write(
-    step: Step, layout: Layout, folder: Path, out: Path, wanted: dict[str, Any], shard_bytes: int
+    step: Step,
+    layout: Layout,
+    folder: Path,
+    out: Path,
+    wanted: dict[str, Any],
+    shard_bytes: int,
+    kind: Proof,
 ) -> dict[str, Any]:
     """Fill the folder, prove it, and return the facts that it holds."""
     dtype = DTYPES[wanted["settings"]["dtype"]]
@@ -175,24 +162,52 @@ def _write(
         ids = TokenIds(tokenizer.eos_id, tokenizer.pad_id)
     max_length = max(SMALLEST_MAX_LENGTH, 64 * length)
     name = str(dtype).removeprefix("torch.")
-    write_json(folder / "config.json", config_json(layout, model, max_length, name, ids))
+    kept = step.meta.get("imported", {}).get("config", {})
+    if kept:
+        ids = TokenIds(kept["eos_token_id"], kept["pad_token_id"])
+        max_length = kept.get("max_seq_len", max_length)
+    content = config_json(layout, model, max_length, name, ids, kept)
+    write_json(folder / "config.json", content)
     write_json(folder / "generation_config.json", _generation_config(ids))
-    decoder = step.decoder()
-    _round(decoder, dtype)
-    write_shards(folder, layout.tensors(model, decoder.state_dict()), dtype, shard_bytes)
+    meta = unset_weights(model)
+    shapes = {name: tuple(tensor.shape) for name, tensor in layout.tensors(model, meta)}
+    with step.reader() as reader:
+        weights = StepWeights(reader, dtype)
+        write_shards(folder, shapes, layout.tensors(model, weights), dtype, shard_bytes)
+        proof = _proved(step, layout, folder, out, weights, kind)
+    if tokenizer is not None:
+        proof["tokenizer"] = prove_tokenizer(step, tokenizer, folder, out)
     facts = {
         **wanted,
         "run": step.run_folder.name,
-        "num_parameters": decoder.num_parameters(),
+        "num_parameters": sum(tensor.numel() for tensor in meta.values()),
         "max_length": max_length,
         "tokenizer_digest": None if tokenizer is None else tokenizer.digest,
-        "proof": prove(step, decoder, folder, layout.class_name, out),
+        "proof": proof,
         "versions": {name: version(name) for name in ("alibi_lm", "torch", "transformers",
                                                       "tokenizers", "safetensors")},
+        "files": file_digests(folder),
     }  # fmt: skip
     write_text(folder / "README.md", model_card(step, facts, layout))
     write_json(folder / FACTS, facts)
     return facts
+
+
+def _proved(
+    step: Step, layout: Layout, folder: Path, out: Path, weights: StepWeights, kind: Proof
+) -> dict[str, Any]:
+    model = step.config.model
+    if layout is CODE:
+        write_code(folder)
+        length = min(step.config.train.sequence_length, model.max_positions or sys.maxsize)
+        longest = min(max(MULTIPLES) * length, model.max_positions or sys.maxsize)
+        texts = sample_tokens(step, longest, model)
+        return prove_code(folder, model, weights, kind, texts, length, out)
+    reading = replace(READINGS[layout.name], layout=layout)
+    config = stock_config(folder, read_json(folder, "config.json"), reading)
+    with SourceFolder(folder, reading.prefix) as source:
+        pair = Pair(folder, source, reading, config, model, weights)
+        return prove_export(step, pair, kind, out)
 
 
 def _generation_config(ids: TokenIds) -> dict[str, Any]:
@@ -203,19 +218,3 @@ def _generation_config(ids: TokenIds) -> dict[str, Any]:
     """
     special = {"bos_token_id": ids.eos, "eos_token_id": ids.eos, "pad_token_id": ids.pad}
     return {"do_sample": False, **{k: v for k, v in special.items() if v is not None}}
-
-
-@torch.no_grad()
-def _round(decoder: Decoder, dtype: torch.dtype) -> None:
-    """Give the weights the values that they have in `dtype`.
-
-    Raises:
-        CheckpointError: a value is not finite in `dtype`.
-    """
-    for name, parameter in decoder.named_parameters():
-        rounded = parameter.to(dtype)
-        if not bool(rounded.isfinite().all()):
-            short = next(key for key, value in DTYPES.items() if value is dtype)
-            rule = f"has values that {short} does not hold"
-            raise CheckpointError(Problem(name, None, rule, "export it as bf16 or fp32"))
-        parameter.copy_(rounded)

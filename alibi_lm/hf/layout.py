@@ -30,6 +30,49 @@ class Layout:
 
 
 @dataclass(frozen=True)
+class Reading:
+    """How a folder of one stock class is read. `config` is an instance of its config class."""
+
+    layout: Layout
+    """The class."""
+    names: Callable[[ModelConfig], Iterator[tuple[str, str]]]
+    """Canonical name and the class's of every tensor."""
+    rows: Callable[[ModelConfig, Tensor], Tensor]
+    """Rows of the class's joined query, key and value weight or bias as [Q | K | V]."""
+    model: Callable[[Any], dict[str, Any]]
+    """Sizes as our model section has them."""
+    refused: Callable[[Any], Iterator[tuple[str, Any, str]]]
+    """Key, value and rule of every setting that this model does not compute."""
+    length: Callable[[Any], int | None]
+    """The training length that the config tells of."""
+    longest: Callable[[Any], int | None]
+    """The longest input that the class takes; None where any length goes."""
+    kept: tuple[str, ...]
+    """Fields that say nothing about the model, and are given back at export."""
+    aliases: dict[str, str]
+    """Second names of fields, which may not contradict the first ones."""
+    num_blocks: str
+    """The config's field for their number."""
+    embedding: str
+    """Modules of the base model: the embedding,"""
+    embedding_norm: str | None
+    """its norm, if the class has one,"""
+    blocks: str
+    """the list of blocks,"""
+    norm: str
+    """and the final norm."""
+
+    @property
+    def prefix(self) -> str:
+        """What the names of the base model's tensors begin with."""
+        return "transformer."
+
+
+KEPT = ("use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range")
+"""Fields of every class that are given back at export."""
+
+
+@dataclass(frozen=True)
 class TokenIds:
     """Ids of special tokens, None where there is none."""
 
@@ -38,7 +81,12 @@ class TokenIds:
 
 
 def config_json(
-    layout: Layout, model: ModelConfig, max_length: int, dtype: str, ids: TokenIds
+    layout: Layout,
+    model: ModelConfig,
+    max_length: int,
+    dtype: str,
+    ids: TokenIds,
+    kept: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The whole config.json.
 
@@ -48,6 +96,7 @@ def config_json(
         max_length: longest input in tokens.
         dtype: torch's name of the weights' type, such as `bfloat16`.
         ids: special tokens.
+        kept: fields that an imported model came with.
     """
     return {
         "model_type": layout.name,
@@ -63,6 +112,7 @@ def config_json(
         # transformers before 4.56, llama.cpp and vLLM know the second name only.
         "dtype": dtype,
         "torch_dtype": dtype,
+        **(kept or {}),
     }
 
 
@@ -78,18 +128,21 @@ def check_model(model: ModelConfig, layout: Layout) -> None:
                                 + _difference(model.shape),
                                 f"export it as format {model.shape}"))  # fmt: skip
     if model.position != "alibi":
-        does = "has fixed slopes" if model.position == "alibi_learned" else "adds linear biases"
+        learned = model.position == "alibi_learned"
+        does = "has fixed slopes" if learned else "adds linear biases"
+        fix = "export it --with-code, for trust_remote_code"
+        fix = "there is no folder for it yet" if learned else fix
         problems.append(Problem("model.position", model.position,
                                 f"{layout.class_name} {does}, whatever its config says",
-                                "no stock class holds this model"))  # fmt: skip
+                                fix))  # fmt: skip
     if model.scaling is not None:
         problems.append(Problem("model.scaling.kind", model.scaling.kind,
-                                f"{layout.class_name} has the paper's slopes, unscaled",
-                                "no stock class holds this model"))  # fmt: skip
+                                f"{layout.class_name} has no scaling of positions",
+                                "there is no folder for it yet"))  # fmt: skip
     if model.window is not None:
         problems.append(Problem("model.window", model.window,
                                 f"{layout.class_name} has no sliding window",
-                                "no stock class holds this model"))  # fmt: skip
+                                "export it --with-code, for trust_remote_code"))  # fmt: skip
     if problems:
         raise ConfigError(*problems)
 
@@ -115,3 +168,21 @@ def split_qkv(model: ModelConfig, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]
         torch.repeat_interleave(keys, repeats, dim=0),
         torch.repeat_interleave(values, repeats, dim=0),
     )
+
+
+def check_code(model: ModelConfig) -> None:
+    """Refuse what our own modelling file does not compute either.
+
+    Raises:
+        ConfigError: naming every setting that does not fit.
+    """
+    fix = "there is no folder for it yet"
+    problems = []
+    if model.position == "alibi_learned":
+        rule = "the modelling file has fixed slopes"
+        problems.append(Problem("model.position", model.position, rule, fix))
+    if model.scaling is not None:
+        rule = "the modelling file has no scaling of positions"
+        problems.append(Problem("model.scaling.kind", model.scaling.kind, rule, fix))
+    if problems:
+        raise ConfigError(*problems)

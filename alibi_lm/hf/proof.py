@@ -1,35 +1,44 @@
-"""Reading an exported folder back through stock `transformers` and comparing it with the run."""
+"""Reading a written folder back, and comparing it with what it was made from."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
+import psutil
 import torch
 from torch import Tensor
 
 from alibi_lm.checkpoint.step import Step
 from alibi_lm.data.indexed import TokenFile
 from alibi_lm.data.tokenizer import Tokenizer
-from alibi_lm.errors import CheckpointError, DataError, Problem
+from alibi_lm.errors import CheckpointError, ConfigError, DataError, Problem
+from alibi_lm.hf.layout import Reading
+from alibi_lm.hf.logits import (
+    NEW_TOKENS,
+    TOLERANCE,
+    common_prefix,
+    compare_greedy,
+    compare_logits,
+    compare_logits_by_layer,
+)
+from alibi_lm.hf.source import SourceFolder
+from alibi_lm.hf.stock import Mismatch, StockLayers, load_model, quiet
+from alibi_lm.hf.weights import StepWeights, same_bits, unset_weights
+from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.decoder import Decoder
-from alibi_lm.model.generation import generate
+from alibi_lm.model.flops import num_parameters
 
-TOLERANCE = 1e-4
-"""Largest difference of two logits."""
+Proof = Literal["logits", "layers", "weights"]
+"""What is compared: logits of both whole models and their greedy tokens; logits computed one
+block at a time, for models that memory does not hold twice; or the bits of the weights only."""
 MULTIPLES = (1, 4)
 """Lengths at which logits are compared, as multiples of the training length."""
-NEW_TOKENS = 64
-"""Tokens generated greedily."""
 LARGEST_PROMPT = 256
-
-STEP_TOKENS = 128
-"""Tokens read at once in the exact comparison: the bias is rounded at its distance from them."""
-ATTENTION_BYTES = 1 << 31
-"""Score matrices that the stock class may hold, some four times over."""
-LOGITS_AT_ONCE = 1 << 24
+IMPORT_LENGTH = 128
+"""The first length at which an imported model is compared."""
 TEXT_CHARS = 10_000_000
 """Characters of validation text that both tokenizers encode."""
 SEED = 20210827
@@ -44,58 +53,178 @@ HARD_TEXTS = (
 )
 
 
-class _Mismatch(Exception):
-    """What differs, and what the user can do."""
+@dataclass(frozen=True)
+class Pair:
+    """A folder of a stock class and the weights that it must hold."""
 
-    def __init__(self, rule: str, fix: str = "the export is taken away; report this") -> None:
-        super().__init__(rule)
-        self.rule, self.fix = rule, fix
+    folder: Path
+    source: SourceFolder
+    reading: Reading
+    config: Any
+    """Of the class, as it reads config.json."""
+    model: ModelConfig
+    weights: StepWeights
+
+    def check_names(self) -> None:
+        """The folder must hold the class's tensors, all of them and no others."""
+        whole = replace(self.model, num_kv_heads=None)
+        shapes = {name: tuple(t.shape) for name, t in unset_weights(whole).items()}
+        expected = {theirs: shapes[ours] for ours, theirs in self.reading.names(whole)}
+        tied = "lm_head.weight" if self.model.tied_embeddings else None
+        problems = self.source.problems(expected, tied)
+        if problems:
+            raise Mismatch(" | ".join(str(problem) for problem in problems))
+
+    def check_bits(self) -> int:
+        """Number of tensors, all equal bit by bit to those that the weights make."""
+        count = 0
+        for name, tensor in self.reading.layout.tensors(self.model, self.weights):
+            stored = self.source.tensor(name) if name in self.source.shapes else None
+            if stored is None or not same_bits(tensor.to(stored.dtype), stored):
+                raise Mismatch(f"{name} does not read back as it was written: its bits differ")
+            count += 1
+        return count
+
+    def decoder(self) -> Decoder:
+        """The native model with these weights."""
+        with torch.device("meta"):
+            decoder = Decoder(self.model, seed=None)
+        decoder = decoder.to_empty(device="cpu").eval()
+        with torch.no_grad():
+            for name, parameter in decoder.named_parameters():
+                parameter.copy_(self.weights[name])
+        return decoder
+
+    def stock(self, dtype: torch.dtype) -> StockLayers:
+        """The stock model, one block at a time."""
+        return StockLayers(self.config, self.reading, self.source.tensor, dtype)
 
 
-def prove(
-    step: Step, decoder: Decoder, folder: Path, class_name: str, name: Path
-) -> dict[str, Any]:
-    """Compare the folder's model and tokenizer with the run's; the numbers, if all agree.
+def choose(proof: Proof | str | None, model: ModelConfig) -> Proof:
+    """The proof asked for; by default `logits`, or `layers` where memory is short for it.
+
+    Raises:
+        ConfigError: there is no such proof.
+    """
+    if proof is None:
+        both = 2 * 4 * num_parameters(model)
+        return "logits" if both <= psutil.virtual_memory().available // 2 else "layers"
+    for known in get_args(Proof):
+        if proof == known:
+            return known
+    rule = f"is not one of {', '.join(get_args(Proof))}"
+    raise ConfigError(Problem("proof", proof, rule, "choose one of them"))
+
+
+@torch.no_grad()
+def prove(pair: Pair, proof: Proof, texts: tuple[Tensor, str], length: int) -> dict[str, Any]:
+    """Compare bits, logits and greedy tokens; the numbers, if all agree.
+
+    Args:
+        pair: what is compared.
+        proof: how much.
+        texts: tokens [1, T] for the longest comparison, and where they come from.
+        length: the shortest one.
+
+    Raises:
+        Mismatch: anything differs.
+    """
+    if proof != "logits":
+        pair.check_names()
+    facts: dict[str, Any] = {"kind": proof, "tensors_equal": pair.check_bits(), "logits": []}
+    if proof == "weights":
+        return facts
+    tokens, facts["tokens"] = texts
+    facts["tolerance"] = TOLERANCE
+    lengths = [n for n in (multiple * length for multiple in MULTIPLES) if n <= tokens.shape[1]]
+    compare: Callable[[Tensor], dict[str, float | int | None]]
+    if proof == "layers":
+
+        def compare(part: Tensor) -> dict[str, float | int | None]:
+            return compare_logits_by_layer(pair.model, pair.weights, pair.stock, part)
+
+        facts["logits"] = [compare(tokens[:, :n]) for n in lengths]
+        return facts
+    model, decoder = load_model(pair.folder, pair.reading.layout.class_name), pair.decoder()
+    facts["logits"] = [compare_logits(decoder, model, tokens[:, :n]) for n in lengths]
+    longest = pair.reading.longest(pair.config) or length + NEW_TOKENS
+    prompt = min(length, LARGEST_PROMPT, max(1, longest - NEW_TOKENS))
+    num_tokens = min(NEW_TOKENS, longest - prompt)
+    compare_greedy(decoder, model, tokens[:, :prompt], num_tokens)
+    facts["greedy_tokens_equal"] = num_tokens
+    return facts
+
+
+def prove_export(step: Step, pair: Pair, proof: Proof, name: Path) -> dict[str, Any]:
+    """Compare an exported folder's model with the run's; the numbers.
 
     Args:
         step: the checkpoint, for its validation text and training length.
-        decoder: its model in fp32, with weights rounded as the exported ones are.
-        folder: the exported folder.
-        class_name: the class of `transformers` that must come out.
+        pair: its weights, rounded as the exported ones are, and the folder.
+        proof: what is compared of the model.
         name: what the folder is called in an error.
 
     Raises:
         CheckpointError: anything differs.
     """
+    longest = pair.reading.longest(pair.config)
+    length = step.config.train.sequence_length
+    length = length if longest is None else min(length, longest)
+    wanted = max(MULTIPLES) * length
     try:
-        return _prove(step, decoder, folder, class_name)
-    except _Mismatch as mismatch:
+        with quiet():
+            tokens = sample_tokens(step, min(wanted, longest or wanted), pair.model)
+            return prove(pair, proof, tokens, length)
+    except Mismatch as mismatch:
         raise CheckpointError(Problem(str(name), None, mismatch.rule, mismatch.fix)) from None
 
 
-def _prove(step: Step, decoder: Decoder, folder: Path, class_name: str) -> dict[str, Any]:
-    with _quiet():
-        model = _load_model(folder, class_name)
-        length = step.config.train.sequence_length
-        tokens, source = sample_tokens(step, max(MULTIPLES) * length, decoder)
-        results = [
-            _compare_logits(decoder, model, tokens[:, : multiple * length])
-            for multiple in MULTIPLES
-        ]
-        _compare_greedy(decoder, model, tokens[:, : min(length, LARGEST_PROMPT)])
-        proof = {
-            "tokens": source,
-            "tolerance": TOLERANCE,
-            "logits": results,
-            "greedy_tokens_equal": NEW_TOKENS,
-        }
-        tokenizer = step.tokenizer()
-        if tokenizer is not None and (folder / "tokenizer.json").exists():
-            proof["tokenizer"] = _compare_tokenizers(tokenizer, folder, validation_texts(step))
-        return proof
+def prove_tokenizer(
+    step: Step, tokenizer: Tokenizer, folder: Path, name: Path
+) -> dict[str, int | str]:
+    """Compare the folder's tokenizer with the run's on validation text; the numbers.
+
+    Raises:
+        CheckpointError: ids or texts differ.
+    """
+    try:
+        with quiet():
+            return _compare_tokenizers(tokenizer, folder, validation_texts(step, tokenizer))
+    except Mismatch as mismatch:
+        raise CheckpointError(Problem(str(name), None, mismatch.rule, mismatch.fix)) from None
 
 
-def sample_tokens(step: Step, length: int, decoder: Decoder) -> tuple[Tensor, str]:
+def prove_import(pair: Pair, proof: Proof) -> dict[str, Any]:
+    """Compare an imported model with the stock class on seeded ids; the numbers.
+
+    Raises:
+        CheckpointError: anything differs.
+    """
+    longest = pair.reading.longest(pair.config)
+    length = min(IMPORT_LENGTH, longest or IMPORT_LENGTH)
+    wanted = max(MULTIPLES) * length
+    tokens = random_tokens(min(wanted, longest or wanted), pair.model)
+    try:
+        with quiet():
+            return prove(pair, proof, tokens, length)
+    except Mismatch as mismatch:
+        raise CheckpointError(
+            Problem(str(pair.folder), None, mismatch.rule, mismatch.fix)
+        ) from None
+
+
+def told(proof: Mapping[str, Any]) -> str:
+    """A proof in one line."""
+    equal = f"{proof['tensors_equal']:,} tensors equal bit by bit"
+    rows = [f"{row['max_difference']:.1e} at {row['length']:,} tokens" for row in proof["logits"]]
+    if not rows:
+        return f"{equal}; logits not compared"
+    greedy = proof.get("greedy_tokens_equal")
+    more = f", {greedy} greedy tokens equal" if greedy else ", computed block by block"
+    return f"logits within {' and '.join(rows)}{more}"
+
+
+def sample_tokens(step: Step, length: int, model: ModelConfig) -> tuple[Tensor, str]:
     """[1, length] tokens of validation text and where they come from; else seeded random ones."""
     for prefix in step.config.data.validation:
         try:
@@ -107,178 +236,31 @@ def sample_tokens(step: Step, length: int, decoder: Decoder) -> tuple[Tensor, st
             start = min(int(file.document_starts[longest]), file.num_tokens - length)
             values = file.read(start, start + length).astype("int64")
             return torch.from_numpy(values)[None], f"validation text of {prefix}"
+    return random_tokens(length, model)
+
+
+def random_tokens(length: int, model: ModelConfig) -> tuple[Tensor, str]:
+    """[1, length] seeded random tokens, and that they are."""
     generator = torch.Generator().manual_seed(SEED)
-    size = decoder.embedding.weight.shape[0]
-    return torch.randint(size, (1, length), generator=generator), "random tokens"
+    assert model.vocab_size is not None
+    return torch.randint(model.vocab_size, (1, length), generator=generator), "random tokens"
 
 
-def validation_texts(step: Step) -> Iterator[str]:
+def validation_texts(step: Step, tokenizer: Tokenizer) -> Iterator[str]:
     """Validation documents as text, up to `TEXT_CHARS` characters in all."""
-    tokenizer = step.tokenizer()
     total = 0
-    for prefix in step.config.data.validation if tokenizer is not None else ():
+    for prefix in step.config.data.validation:
         try:
             file = TokenFile(prefix)
         except DataError:
             continue
         for index in range(file.num_documents):
-            assert tokenizer is not None
             ids = [int(token) for token in file.document(index) if token != tokenizer.eos_id]
             text = tokenizer.decode(ids)
             yield text
             total += len(text)
             if total >= TEXT_CHARS:
                 return
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """No progress bars and no advice from `transformers`."""
-    from transformers.utils import logging
-
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
-
-
-def _load_model(folder: Path, class_name: str) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    model, report = AutoModelForCausalLM.from_pretrained(
-        folder,
-        dtype=torch.float32,
-        attn_implementation="eager",
-        output_loading_info=True,
-        local_files_only=True,
-    )
-    amiss = {kind: sorted(map(str, names)) for kind, names in report.items() if names}
-    if amiss or type(model).__name__ != class_name:
-        raise _Mismatch(f"{type(model).__name__} loads it with {amiss or 'nothing amiss'}")
-    return model.eval()
-
-
-@torch.no_grad()
-def _compare_logits(decoder: Decoder, model: Any, tokens: Tensor) -> dict[str, float | int | None]:
-    """Largest logit difference over tokens [1, T].
-
-    The stock classes hold the bias of the whole input in fp32, so past some thousand tokens their
-    rounding alone can exceed the tolerance. What does is compared once more in fp64, the tokens
-    read in small steps through the cache, where the bias of near keys is small and exact.
-    """
-    length = tokens.shape[1]
-    scores = 4 * decoder.config.num_heads * length * length
-    step_tokens = length if scores <= ATTENTION_BYTES else 1024
-    plain = _largest_difference(decoder, model, tokens, step_tokens)
-    exact = None
-    if not plain <= TOLERANCE:
-        decoder.double()
-        model.double()
-        with _bias_from_the_end(model):
-            exact = _largest_difference(decoder, model, tokens, STEP_TOKENS)
-        decoder.float()
-        model.float()
-        if not exact <= TOLERANCE:
-            rule = f"logits differ by {plain:.3g} at {length:,} tokens, {exact:.3g} in fp64"
-            raise _Mismatch(f"{rule}, more than {TOLERANCE:g}")
-    return {"length": length, "max_difference": plain, "max_difference_fp64": exact}
-
-
-def _largest_difference(decoder: Decoder, model: Any, tokens: Tensor, step_tokens: int) -> float:
-    """Largest |logit difference|; the stock model reads `step_tokens` at a time.
-
-    NaN in either gives NaN.
-    """
-    ours = decoder.hidden_states(tokens)
-    portion = max(1, LOGITS_AT_ONCE // decoder.embedding.weight.shape[0])
-    worst = torch.zeros((), dtype=ours.dtype)
-    for start, theirs in _stock_hidden_states(model, tokens, step_tokens):
-        rows = ours[:, start : start + theirs.shape[1]]
-        for ours_part, theirs_part in zip(
-            rows.split(portion, 1), theirs.split(portion, 1), strict=True
-        ):
-            logits = model.get_output_embeddings()(theirs_part)
-            difference = (decoder.logits(ours_part) - logits).abs().max()
-            worst = torch.maximum(worst, difference)
-    return float(worst)
-
-
-def _stock_hidden_states(
-    model: Any, tokens: Tensor, step_tokens: int
-) -> Iterator[tuple[int, Tensor]]:
-    """(first position, normed hidden states [1, n, d]) of each portion, kept in a cache."""
-    if step_tokens >= tokens.shape[1]:
-        yield 0, model.base_model(tokens, use_cache=False).last_hidden_state
-        return
-    state: dict[str, Any] = {}
-    start = 0
-    for part in tokens.split(step_tokens, dim=1):
-        # With a mask, BLOOM makes its bias by a method that the exact comparison can replace.
-        mask = torch.ones(1, start + part.shape[1], dtype=torch.int64)
-        out = model.base_model(part, attention_mask=mask, use_cache=True, **state)
-        name = "cache" if "cache" in out else "past_key_values"  # renamed in transformers 5
-        state = {name: out[name]}
-        yield start, out.last_hidden_state
-        start += part.shape[1]
-
-
-@contextmanager
-def _bias_from_the_end(model: Any) -> Iterator[None]:
-    """Have BLOOM's bias zero at the newest key, as MPT's is; softmax does not see the shift."""
-    base = model.base_model
-    original = getattr(base, "build_alibi_tensor", None)
-    if original is None:
-        yield
-        return
-
-    def shifted(mask: Tensor, num_heads: int, dtype: torch.dtype) -> Tensor:
-        slopes = original(torch.ones(1, 2, dtype=mask.dtype), num_heads, torch.float32)[..., 1:]
-        distance = torch.arange(1 - mask.shape[1], 1)
-        return slopes.to(dtype) * distance
-
-    base.build_alibi_tensor = shifted
-    try:
-        yield
-    finally:
-        del base.build_alibi_tensor
-
-
-@torch.no_grad()
-def _compare_greedy(decoder: Decoder, model: Any, prompt: Tensor) -> None:
-    """Both models' greedy continuations of prompt [1, T], by their caches, must be equal.
-
-    Where the two likeliest tokens are as near as the tolerance either may come first; the
-    comparison then goes on from the stock model's choice.
-    """
-    from transformers import GenerationConfig
-
-    model.generation_config = GenerationConfig()  # no end token: all are wanted
-    settings = GenerationConfig(do_sample=False, max_new_tokens=NEW_TOKENS, pad_token_id=0)
-    mask = torch.ones_like(prompt)
-    whole = model.generate(prompt, attention_mask=mask, generation_config=settings)
-    theirs = whole[0, prompt.shape[1] :].tolist()
-    done = 0
-    while done < NEW_TOKENS:
-        start = prompt[0].tolist() + theirs[:done]
-        ours = generate(decoder, [start], NEW_TOKENS - done)[0]
-        equal = _common_prefix(ours, theirs[done:])
-        done += equal
-        if done == NEW_TOKENS:
-            return
-        last = decoder(torch.tensor([start + ours[:equal]]))[0, -1]
-        if len(theirs) <= done or last[ours[equal]] - last[theirs[done]] > TOLERANCE:
-            raise _Mismatch(f"greedy token {done + 1} differs")
-        done += 1
-
-
-def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    pairs = enumerate(zip(a, b, strict=False))
-    return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))
 
 
 def _compare_tokenizers(
@@ -289,7 +271,7 @@ def _compare_tokenizers(
 
     loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     if not loaded.is_fast or len(loaded) > tokenizer.vocab_size:
-        raise _Mismatch(f"AutoTokenizer loads {len(loaded)} ids, fast: {loaded.is_fast}")
+        raise Mismatch(f"AutoTokenizer loads {len(loaded)} ids, fast: {loaded.is_fast}")
     num_documents = num_tokens = 0
     for text in texts:
         num_documents += 1
@@ -312,14 +294,14 @@ def _compare_text(tokenizer: Tokenizer, loaded: Any, text: str) -> int:
     ids = tokenizer.encode(text)
     theirs = loaded(text)["input_ids"]
     if theirs != ids:
-        at = _common_prefix(ids, theirs)
+        at = common_prefix(ids, theirs)
         before = tokenizer.decode(ids[:at])
         shown = repr(text[len(before) : len(before) + 20])
-        raise _Mismatch(
+        raise Mismatch(
             f"token {at:,} of a text differs: AutoTokenizer gives {theirs[at : at + 3]}, not "
             f"{ids[at : at + 3]}, for {shown}",
             "export without the tokenizer, and hand on the run's own tokenizer file",
         )
     if loaded.decode(ids) != tokenizer.decode(ids):
-        raise _Mismatch("AutoTokenizer decodes ids to another text")
+        raise Mismatch("AutoTokenizer decodes ids to another text")
     return len(ids)

@@ -1,15 +1,15 @@
-"""Weights as safetensors files, one shard in memory at a time."""
+"""Weights as safetensors files, one tensor in memory at a time."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from alibi_lm.checkpoint.tensor_file import save_tensors
+from alibi_lm.checkpoint.tensor_file import NAMES, write_stream
 from alibi_lm.files import write_json
 
 SHARD_BYTES = 5_000_000_000
@@ -17,42 +17,45 @@ SHARD_BYTES = 5_000_000_000
 
 
 def write_shards(
-    folder: Path, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype, shard_bytes: int
+    folder: Path,
+    shapes: Mapping[str, Sequence[int]],
+    tensors: Iterable[tuple[str, Tensor]],
+    dtype: torch.dtype,
+    shard_bytes: int,
 ) -> None:
-    """Write named tensors in `dtype`: model.safetensors, or numbered shards with their index."""
-    shards: list[list[str]] = []
-    pending: dict[str, Tensor] = {}
-    size = total = num_parameters = 0
+    """Write named tensors in `dtype`: model.safetensors, or numbered shards with their index.
 
-    def flush() -> None:
-        # The number of shards is part of their names and is known at the end.
-        path = _partial(folder, len(shards))
-        save_tensors(path, pending)
-        shards.append(list(pending))
-        pending.clear()
-
-    for name, tensor in tensors:
-        stored = tensor.detach().to(dtype=dtype, copy=True).contiguous()
-        if pending and size + stored.nbytes > shard_bytes:
-            flush()
+    `shapes` says beforehand what `tensors` will give, in its order.
+    """
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name, shape in shapes.items():
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if shards[-1] and size + num_bytes > shard_bytes:
+            shards.append([])
             size = 0
-        pending[name] = stored
-        size += stored.nbytes
-        total += stored.nbytes
-        num_parameters += stored.numel()
-    flush()
-    if len(shards) == 1:
-        os.rename(_partial(folder, 0), folder / "model.safetensors")
-        return
+        shards[-1].append(name)
+        size += num_bytes
+    stream = iter(tensors)
     weight_map = {}
-    for index, names in enumerate(shards):
-        file_name = f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors"
-        os.rename(_partial(folder, index), folder / file_name)
-        weight_map.update(dict.fromkeys(names, file_name))
-    metadata = {"total_parameters": num_parameters, "total_size": total}
+    for number, names in enumerate(shards, 1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        file = file if len(shards) > 1 else "model.safetensors"
+        part = {name: shapes[name] for name in names}
+        write_stream(folder / file, part, _stored(stream, names, dtype), NAMES[dtype])
+        weight_map.update(dict.fromkeys(names, file))
+    if len(shards) == 1:
+        return
+    numel = sum(math.prod(shape) for shape in shapes.values())
+    metadata = {"total_parameters": numel, "total_size": numel * dtype.itemsize}
     index_json = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
     write_json(folder / "model.safetensors.index.json", index_json)
 
 
-def _partial(folder: Path, index: int) -> Path:
-    return folder / f"shard-{index}.partial"
+def _stored(
+    stream: Iterator[tuple[str, Tensor]], names: list[str], dtype: torch.dtype
+) -> Iterator[Tensor]:
+    for expected in names:
+        name, tensor = next(stream)
+        assert name == expected
+        yield tensor.detach().to(dtype)

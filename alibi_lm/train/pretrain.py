@@ -76,6 +76,7 @@ def read_config(
         if config is not None and not block_found:
             problems.extend(stage_problems(config, block))
     if config is not None:
+        problems.extend(config.data.training_problems("data."))
         problems.extend(layout_problems(config, num_ranks))
         model_ranks = config.parallel.tp * config.parallel.pp
         if model_ranks > 0 and num_ranks % model_ranks == 0:

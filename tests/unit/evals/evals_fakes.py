@@ -68,6 +68,10 @@ class FakeStep:
         }
     )
 
+    def weights_digest(self) -> str:
+        """As a step's of its weights."""
+        return self.digest
+
     @property
     def folder(self) -> Path:
         """The checkpoint's folder."""

@@ -33,7 +33,7 @@ from tests.unit.evals.evals_fakes import (
 )
 
 EXPORT = {
-    "checkpoint": {"step": 600, "digest": "d1"},
+    "checkpoint": {"step": 600, "weights": "d1"},
     "settings": {"format": "mpt", "dtype": "fp32", "tokenizer": True},
     "proof": {
         "tokens": "validation text of prepared/v",

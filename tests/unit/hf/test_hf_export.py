@@ -19,7 +19,7 @@ from alibi_lm.data.tokenizer import load_tokenizer
 from alibi_lm.errors import CheckpointError, ConfigError
 from alibi_lm.files import write_json, write_text
 from alibi_lm.hf import export as export_module
-from alibi_lm.hf import mpt, proof
+from alibi_lm.hf import logits, mpt, stock
 from alibi_lm.hf.export import FACTS, export
 from alibi_lm.model.generation import generate
 from tests.unit.hf.small_step import LENGTH, LINES, add_tokenizer, add_validation, write_step
@@ -348,8 +348,8 @@ def test_exact_comparison_is_exact(shape: str, tmp_path: Path) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
     decoder = step.decoder().double()
     tokens = torch.randint(307, (1, 1536), generator=torch.Generator().manual_seed(5))
-    with torch.no_grad(), proof._bias_from_the_end(loaded.double()):
-        found = proof._largest_difference(decoder, loaded, tokens, proof.STEP_TOKENS)
+    with torch.no_grad(), stock.bias_from_the_end(loaded.double()):
+        found = logits.largest_difference(decoder, loaded, tokens, logits.STEP_TOKENS)
         assert found <= 1e-5
         loaded.base_model.get_input_embeddings().weight[:, 0] += 1e-2
-        assert proof._largest_difference(decoder, loaded, tokens, proof.STEP_TOKENS) > 1e-4
+        assert logits.largest_difference(decoder, loaded, tokens, logits.STEP_TOKENS) > 1e-4

@@ -1,0 +1,1 @@
+"""Commands of `alibi-lm`, by what they are for."""

@@ -1,0 +1,87 @@
+"""Between runs and Hugging Face folders: export and import."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from alibi_lm.commands.arguments import OVERRIDES, RUN
+
+PROOF = click.option(
+    "--proof",
+    type=click.Choice(["logits", "layers", "weights"]),
+    help="What is compared: logits of both models whole (the default where memory holds them) or "
+    "block by block, or only the bits of the weights.",
+)
+
+
+@click.command()
+@RUN
+@click.argument("out", type=click.Path(path_type=Path), required=False)
+@click.option(
+    "--dtype",
+    type=click.Choice(["fp32", "bf16", "fp16"]),
+    default="fp32",
+    show_default=True,
+    help="Precision of the exported weights.",
+)
+@click.option(
+    "--format",
+    "layout",
+    type=click.Choice(["mpt", "bloom"]),
+    help="Hugging Face class; by default the one that the model's shape fits.",
+)
+@click.option("--tokenizer/--no-tokenizer", default=True, help="Whether to write a tokenizer.")
+@PROOF
+@click.option(
+    "--with-code",
+    is_flag=True,
+    help="Write our own modelling file beside the weights, for trust_remote_code: for windows and "
+    "position schemes that no stock class computes.",
+)
+def export(
+    run: Path,
+    out: Path | None,
+    dtype: str,
+    layout: str | None,
+    tokenizer: bool,
+    proof: str | None,
+    with_code: bool,
+) -> None:
+    """Write RUN as a Hugging Face folder, reload it, and compare its logits.
+
+    OUT is by default RUN/hf/step_XXXXXXXX.
+    """
+    from alibi_lm.checkpoint.step import open_run
+    from alibi_lm.hf.export import export as run_export
+
+    step = open_run(run)
+    run_export(step, out or step.hf_folder, dtype=dtype, format=layout, tokenizer=tokenizer,
+               proof=proof, with_code=with_code)  # fmt: skip
+
+
+@click.command("import")
+@click.argument("folder", type=click.Path(path_type=Path))
+@RUN
+@OVERRIDES
+@click.option("--tokenizer/--no-tokenizer", default=True, help="Whether to take its tokenizer.")
+@click.option("--allow-pickle", is_flag=True, help="Read pytorch_model.bin files (tensors only).")
+@PROOF
+def import_command(
+    folder: Path,
+    run: Path,
+    overrides: Sequence[str],
+    tokenizer: bool,
+    allow_pickle: bool,
+    proof: str | None,
+) -> None:
+    """Make RUN of the BLOOM or MPT model in FOLDER, and compare its logits.
+
+    RUN can be judged, exported, generated from, and given to train.init_from.
+    """
+    from alibi_lm.hf.importing import import_folder
+
+    import_folder(folder, run, overrides=overrides, tokenizer=tokenizer,
+                  allow_pickle=allow_pickle, proof=proof)  # fmt: skip

@@ -1,0 +1,92 @@
+"""Text from a run's model."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from alibi_lm.commands.arguments import RUN
+from alibi_lm.console import console
+
+
+@click.command()
+@RUN
+@click.option("--prompt", "-p", "prompts", multiple=True,
+              help="Text to go on from; may be given several times. `-` reads standard input, "
+              "a prompt a line; without any, all of standard input is one prompt.")  # fmt: skip
+@click.option("--max-new-tokens", type=click.IntRange(1), default=64, show_default=True,
+              help="Tokens to add at most.")  # fmt: skip
+@click.option("--temperature", type=click.FloatRange(0), default=0.0, show_default=True,
+              help="0 takes the likeliest token.")  # fmt: skip
+@click.option("--top-k", type=click.IntRange(1), help="Sample from the k likeliest tokens.")
+@click.option("--top-p", type=click.FloatRange(0, 1, min_open=True),
+              help="Sample from the likeliest tokens of this total share.")  # fmt: skip
+@click.option("--seed", default=0, show_default=True, help="Seed of the sampling.")
+@click.option("--stop", "stops", multiple=True,
+              help="End before this text; may be given several times.")  # fmt: skip
+@click.option("--stream/--no-stream", default=None,
+              help="Write text as it comes; by default on a terminal, for one prompt.")  # fmt: skip
+@click.option(
+    "--epsilon",
+    type=click.FloatRange(0, 1, max_open=True),
+    default=1e-6,
+    show_default=True,
+    help="What each head may leave out of a row, beyond 2,048 tokens; 0 is dense.",
+)
+def generate(
+    run: Path,
+    prompts: Sequence[str],
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    seed: int,
+    stops: Sequence[str],
+    stream: bool | None,
+    epsilon: float,
+) -> None:
+    """Let RUN's model go on from prompts.
+
+    Several prompts are continued together; what comes after one does not depend on the others.
+    """
+    from alibi_lm.errors import ConfigError, Problem
+    from alibi_lm.text import load_run
+
+    texts = _texts(prompts)
+    if any(not stop for stop in stops):
+        raise ConfigError(Problem("--stop", "", "is empty", "give a text, or leave it out"))
+    if stream and len(texts) > 1:
+        rule = f"writes one text as it comes, and there are {len(texts)} prompts"
+        raise ConfigError(Problem("--stream", None, rule, "leave it out"))
+    loaded = load_run(run)
+    if stream is None:
+        stream = len(texts) == 1 and sys.stdout.isatty()
+    if stream:
+        console.write(texts[0])
+        for piece in loaded.stream(
+            texts[0],
+            max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            stop=stops,
+            epsilon=epsilon,
+        ):
+            console.write(piece)
+        console.write("\n")
+        return
+    continued = loaded.generate(texts, max_new_tokens, temperature=temperature, top_k=top_k,
+                                top_p=top_p, seed=seed, stop=stops, epsilon=epsilon)  # fmt: skip
+    for text, more in zip(texts, continued, strict=True):
+        console.say(text + more)
+
+
+def _texts(prompts: Sequence[str]) -> list[str]:
+    texts: list[str] = []
+    for prompt in prompts:
+        texts += sys.stdin.read().splitlines() if prompt == "-" else [prompt]
+    return texts if prompts else [sys.stdin.read().removesuffix("\n")]

@@ -1,0 +1,89 @@
+"""Exports with our own modelling file, loaded the way a stranger would load them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from alibi_lm.errors import CheckpointError, ConfigError
+from alibi_lm.hf import code
+from alibi_lm.hf import export as export_module
+from alibi_lm.hf.export import export
+from alibi_lm.model.generation import generate
+from tests.unit.hf.small_step import LENGTH, write_step
+
+STOCK = {"position": "alibi", "num_heads": 6}
+MODELS: list[dict[str, Any]] = [
+    {"position": "alibi", "window": 9, "num_heads": 12, "num_kv_heads": 4},
+    {"position": "rotary", "shape": "bloom"},
+    {"position": "t5", "tied_embeddings": False, "window": 40},
+    {"position": "sinusoidal", "shape": "bloom", "tied_embeddings": False},
+    {"position": "learned", "max_positions": 5 * LENGTH},
+    {"position": "none", "num_kv_heads": 1},
+    STOCK,
+]
+
+
+@pytest.fixture(autouse=True)
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers copies remote code into its cache; here into one of the test's own."""
+    import transformers.dynamic_module_utils as module
+
+    monkeypatch.setattr(module, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda m: "-".join(str(v) for v in m.values()))
+def test_the_same_logits_and_tokens(model: dict[str, Any], tmp_path: Path) -> None:
+    step = write_step(tmp_path / "run", {"num_heads": 8, **model})
+    if model not in (STOCK, {"position": "none", "num_kv_heads": 1}):
+        with pytest.raises(ConfigError, match="--with-code"):
+            export(step, tmp_path / "out")
+    facts = export(step, tmp_path / "out", with_code=True)
+    assert [row["length"] for row in facts["proof"]["logits"]] == [LENGTH, 4 * LENGTH]
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
+    decoder = step.decoder()
+    tokens = torch.randint(307, (2, 4 * LENGTH), generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        assert float((decoder(tokens) - loaded(tokens).logits).abs().max()) <= 1e-4
+    found = loaded.generate(tokens[:, :9], max_new_tokens=32, do_sample=False)[:, 9:]
+    assert found.tolist() == generate(decoder, tokens[:, :9], 32)
+    assert "trust_remote_code=True" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_the_folder_needs_nothing_of_this_package(tmp_path: Path) -> None:
+    step = write_step(tmp_path / "run", {"num_heads": 8, "window": 9})
+    export(step, tmp_path / "out", with_code=True)
+    script = (
+        "import sys, torch; sys.modules['alibi_lm'] = None\n"
+        "from transformers import AutoModelForCausalLM\n"
+        "model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)\n"
+        "torch.save(model(torch.arange(40)[None]).logits.detach(), sys.argv[2])\n"
+    )
+    subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "out"), str(tmp_path / "logits")],
+        env=os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules")},
+        check=True,
+    )
+    with torch.no_grad():
+        expected = step.decoder()(torch.arange(40)[None])
+    assert float((torch.load(tmp_path / "logits") - expected).abs().max()) <= 1e-4
+
+
+def test_a_wrong_config_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = write_step(tmp_path / "run", {"num_heads": 8, "window": 9})
+    right = code.CODE
+    wrong = code.Layout("alibi_lm", "AlibiLmForCausalLM", right.tensors,
+                        lambda *a: right.config(*a) | {"window": 8})  # fmt: skip
+    monkeypatch.setattr(export_module, "CODE", wrong)
+    with pytest.raises(CheckpointError, match="out: logits differ by"):
+        export(step, tmp_path / "out", with_code=True)
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ConfigError, match="format = mpt: is of a stock class"):
+        export(step, tmp_path / "out", with_code=True, format="mpt")
