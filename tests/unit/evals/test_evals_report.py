@@ -215,8 +215,8 @@ def test_evaluate_skips_what_is_done(
     step: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     scorer = PlantedLosses(lambda t, p: 2 + t * 1e-4)
-    monkeypatch.setattr("alibi_lm.evals.perplexity.native_scorer", lambda *_: scorer)
-    monkeypatch.setattr("alibi_lm.evals.needle.native_scorer", lambda *_: scorer)
+    monkeypatch.setattr("alibi_lm.evals.perplexity.native_scorer", lambda *_, **__: scorer)
+    monkeypatch.setattr("alibi_lm.evals.needle.native_scorer", lambda *_, **__: scorer)
     suite = read_suite(None, ["perplexity.lengths=[64,128,512]", "needle.lengths=[128]",
                               "needle.num_trials=2"])  # fmt: skip
     runs: list[tuple[Callable[..., dict[str, Any]], str]] = [
@@ -244,7 +244,7 @@ def test_every_suite_of_the_repository_loads() -> None:
 
 def test_a_result_of_other_settings_is_kept(step: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     scorer = PlantedLosses(lambda t, p: 2 + t * 1e-4)
-    monkeypatch.setattr("alibi_lm.evals.perplexity.native_scorer", lambda *_: scorer)
+    monkeypatch.setattr("alibi_lm.evals.perplexity.native_scorer", lambda *_, **__: scorer)
     for lengths in ([64, 128, 512], [64, 128]):
         perplexity.evaluate(step, PerplexityConfig(lengths=lengths))
     folder = step.evals_folder

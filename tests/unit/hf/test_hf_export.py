@@ -303,7 +303,7 @@ def test_what_a_killed_export_left_is_taken_away(tmp_path: Path) -> None:
         (
             {"scaling": {"kind": "linear", "factor": 2}},
             None,
-            "model.scaling.kind = linear: MptForCausalLM has the paper's slopes, unscaled",
+            "model.scaling.kind = linear: MptForCausalLM has no scaling of positions",
         ),
         ({"position": "none", "window": 9}, None, "model.window = 9: MptForCausalLM has no slid"),
         ({}, "bloom", "model.shape = mpt: does not fit BloomForCausalLM"),

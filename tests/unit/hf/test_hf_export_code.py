@@ -87,3 +87,20 @@ def test_a_wrong_config_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     assert not (tmp_path / "out").exists()
     with pytest.raises(ConfigError, match="format = mpt: is of a stock class"):
         export(step, tmp_path / "out", with_code=True, format="mpt")
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ({"position": "alibi_learned"}, "model.position = alibi_learned: the modelling file has"),
+        ({"scaling": {"kind": "linear", "factor": 2}}, "model.scaling.kind = linear: the model"),
+    ],
+)
+def test_what_the_file_does_not_compute_is_refused(
+    model: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    step = write_step(tmp_path / "run", {"num_heads": 8, **model})
+    with pytest.raises(ConfigError) as caught:
+        export(step, tmp_path / "out", with_code=True)
+    assert message in str(caught.value)
+    assert not (tmp_path / "out").exists()
