@@ -12,11 +12,12 @@ from pathlib import Path
 
 import psutil
 import pytest
-from launching import REPOSITORY, environment, launch, metrics, write_config
+from launching import RECORDING, environment, launch, metrics, write_config
 from two_hosts import Host, TwoHosts, missing, two_hosts, wait_for
 
 from alibi_lm.checkpoint.folder import verify
 from alibi_lm.checkpoint.step import open_run
+from alibi_lm.errors import EXIT_STOPPED
 from alibi_lm.train.environment import free_port
 
 SILENCE = 10
@@ -54,7 +55,7 @@ class Job:
         hostfile = write_launch_files(folder, hosts)
         launcher = str(Path(sys.executable).with_name("deepspeed"))
         options = ["--hostfile", str(hostfile), "--master_port", str(free_port())]
-        script = str(REPOSITORY / "launch" / "pretrain.py")
+        script = str(RECORDING)
         with self.output.open("w") as stdout:
             self.process = host.popen(
                 [sys.executable, launcher, *options, script, *arguments],
@@ -80,7 +81,7 @@ class Job:
 
 
 def ranks(host: Host) -> list[psutil.Process]:
-    script = str(REPOSITORY / "launch" / "pretrain.py")
+    script = str(RECORDING)
     found = host.processes(sys.executable, script)
     return [each for each in found if each.cmdline()[2] == script]
 
@@ -109,6 +110,8 @@ def test_a_run_over_two_hosts_is_stopped_loses_a_host_and_goes_on_alone(
     job.main_process().send_signal(signal.SIGTERM)
     assert job.wait() == 1
     wait_for("the ranks' end", lambda: not ranks(first) and not ranks(second))
+    codes = {path.name: path.read_text() for path in tmp_path.glob("exit_*")}
+    assert codes == {f"exit_{rank}": str(EXIT_STOPPED) for rank in range(4)}
     stopped = open_run(run)
     assert 3 <= stopped.step < NUM_STEPS, job.read()
     assert stopped.meta["layout"] | {"dp": 2, "tp": 2, "world_size": 4} == stopped.meta["layout"]
