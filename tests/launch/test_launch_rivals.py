@@ -13,6 +13,7 @@ from alibi_lm.checkpoint.step import open_run
 SCALING = "model.scaling={kind: ntk, factor: 2.0}"
 
 
+@pytest.mark.slow
 def test_learned_slopes_change_their_layout_and_scaling_goes_on_from_weights(
     tmp_path: Path,
 ) -> None:
