@@ -7,6 +7,7 @@ import selectors
 import socket
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -25,7 +26,7 @@ End = Callable[[Verdict, bool], None]
 """Ends the process; the second argument says whether this rank writes the line."""
 
 
-class Watcher(threading.Thread):
+class Watcher(threading.Thread, ABC):
     """A rank's thread; a daemon, so that it never keeps a process alive."""
 
     def __init__(self, progress: Progress, end: End) -> None:
@@ -52,16 +53,16 @@ class Watcher(threading.Thread):
         finally:
             self.close()
 
+    @abstractmethod
     def watch(self) -> None:
         """The thread's loop."""
-        raise NotImplementedError
 
     def abandon(self) -> None:
         """Take leave after a defect of the watchdog's own."""
 
+    @abstractmethod
     def close(self) -> None:
         """Close all connections."""
-        raise NotImplementedError
 
     def beat(self) -> Beat:
         """This rank's sign of life now."""

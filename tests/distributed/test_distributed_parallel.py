@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from started_ranks import run_ranks
 from torch.nn.functional import cross_entropy
 
 from alibi_lm.model.attention import attention
@@ -150,33 +148,7 @@ def train(folder: Path, layout: Layout, variants: Variants) -> dict[str, Any]:
     """Start the ranks and wait for them; what rank 0 found."""
     num_ranks, tp, pp = layout
     (folder / "variants.json").write_text(json.dumps(variants))
-    out = folder / "out.json"
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "DS_ACCELERATOR": "cpu",
-        "PYTHONPATH": str(Path(__file__).parents[2]),
-    }
-    ranks = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                str(SCRIPT),
-                *map(str, (rank, num_ranks, tp, pp, folder / "store", out)),
-            ],
-            env=environment | {"LOCAL_RANK": str(rank)},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(num_ranks)
-    ]
-    try:
-        errors = [rank.communicate(timeout=600)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert all(rank.returncode == 0 for rank in ranks), "\n".join(e[-2000:] for e in errors)
-    found: dict[str, Any] = json.loads(out.read_text())
+    found = run_ranks(SCRIPT, folder, num_ranks, tp, pp)
     assert len(found) == sum(len(variant["stages"]) for variant in variants.values())
     return found
 

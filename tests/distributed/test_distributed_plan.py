@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from started_ranks import run_ranks
 
 from alibi_lm.settings import to_yaml
 
@@ -103,29 +101,7 @@ def train(folder: Path, num_ranks: int, cases: dict[str, list[str]]) -> dict[str
     """Start the ranks and wait for them; what they found."""
     (folder / "config.yaml").write_text(to_yaml(CONFIG))
     (folder / "cases.json").write_text(json.dumps(cases))
-    out = folder / "out.json"
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "DS_ACCELERATOR": "cpu",
-        "PYTHONPATH": str(Path(__file__).parents[2]),
-    }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), *map(str, (rank, num_ranks, folder / "store", out))],
-            env=environment | {"LOCAL_RANK": str(rank)},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(num_ranks)
-    ]
-    try:
-        errors = [rank.communicate(timeout=600)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert all(rank.returncode == 0 for rank in ranks), "\n".join(e[-2000:] for e in errors)
-    found: dict[str, Any] = json.loads(out.read_text())
+    found = run_ranks(SCRIPT, folder, num_ranks)
     assert found.keys() == cases.keys()
     return found
 
