@@ -76,7 +76,7 @@ MAY_IMPORT_OF_BASE: dict[str, tuple[str, ...]] = {
     "settings": ("errors",),
     "locking": ("errors", "console"),
 }
-SECTIONS = re.compile(r"^(data|evals|model|parallel|train)\.config$")
+SECTIONS = re.compile(r"^(data|evals|model|parallel|tasks|train)\.config$")
 """The packages' own config sections: below everything, they know of mistakes only."""
 
 ENVIRONMENT_READERS = {"train.entry", "cli"}
