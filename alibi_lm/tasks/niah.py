@@ -2,8 +2,8 @@
 
 Lines say `One of the special magic numbers for KEY is: VALUE.`; the question names keys, and the
 answer's beginning is part of the prompt. The haystack is repeated filler, a real corpus (in place
-of RULER's essays), or lines of the needle's own kind. Closed-set ranking is an addition of ours: the
-value against others of the prompt, or of no prompt, by their first tokens.
+of RULER's essays), or lines of the needle's own kind. Closed-set ranking is an addition of ours:
+the value against others of the prompt, or of no prompt, by their first tokens.
 """
 
 from __future__ import annotations

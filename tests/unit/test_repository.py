@@ -49,7 +49,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "plan": ("config", "parallel", "model", "data", "train"),
     "doctor": ("config", "model", "train"),
     "text": ("config", "model", "data", "checkpoint"),
-    "commands": ("text", "model", "data", "checkpoint", "hf"),
+    "commands": ("text", "model", "data", "checkpoint", "hf", "evals"),
     "cli": (
         "commands",
         "config",
