@@ -8,8 +8,7 @@ from pathlib import Path
 
 from alibi_lm.data.indexed import TokenFile
 from alibi_lm.data.tokenizer import Tokenizer
-from alibi_lm.errors import ConfigError, Problem
-from alibi_lm.tasks.config import TaskSizes
+from alibi_lm.tasks.config import QA, TaskSizes
 from alibi_lm.tasks.frequency import CommonWords, FrequentWords
 from alibi_lm.tasks.haystack import Haystack
 from alibi_lm.tasks.niah import NIAH, Niah, NiahSetting
@@ -19,21 +18,11 @@ from alibi_lm.tasks.qa import QuestionAnswering
 from alibi_lm.tasks.recall_pairs import Recall
 from alibi_lm.tasks.tracking import Tracking
 
-QA = ("qa_1", "qa_2")
-RULER = (*NIAH, "vt", "cwe", "fwe", *QA)
-"""The thirteen columns of RULER's table, in its order."""
-OTHERS = ("passkey", "mqar")
-ALL = (*OTHERS, *RULER)
 FROM_CORPUS = (
     "mqar",
     *(name for name, setting in NIAH.items() if setting.haystack == "corpus"),
 )
 """Tasks whose haystack is cut from the corpus."""
-
-
-def default_tasks(num_qa_files: int) -> list[str]:
-    """Every task that needs no file, and a qa task for each file."""
-    return [name for name in ALL if name not in QA[num_qa_files:]]
 
 
 def make_tasks(
@@ -47,13 +36,8 @@ def make_tasks(
     """The named tasks.
 
     Raises:
-        ConfigError: a qa task without its file.
         DataError: a qa file that cannot be read, or a tokenizer that cannot write numbers.
     """
-    for name, number in zip(QA, range(1, 3), strict=True):
-        if name in names and len(qa_files) < number:
-            rule = f"needs {number} files of questions"
-            raise ConfigError(Problem("retrieval.tasks", name, rule, "set retrieval.qa_files"))
     encode = Encoder(tokenizer)
     haystack = Haystack(tokenizer, files)
     return [_make(name, encode, haystack, seed, sizes, qa_files) for name in names]
@@ -82,9 +66,11 @@ def _make(
 
 def niah_setting(name: str, sizes: TaskSizes) -> NiahSetting:
     """RULER's setting of a niah task, with the sizes asked for."""
-    changed = {
-        "niah_multikey_1": {"num_keys": sizes.num_keys},
-        "niah_multivalue": {"num_values": sizes.num_values},
-        "niah_multiquery": {"num_keys": sizes.num_queries, "num_queries": sizes.num_queries},
-    }
-    return replace(NIAH[name], **changed.get(name, {}))
+    own = NIAH[name]
+    if name == "niah_multikey_1":
+        return replace(own, num_keys=sizes.num_keys)
+    if name == "niah_multivalue":
+        return replace(own, num_values=sizes.num_values)
+    if name == "niah_multiquery":
+        return replace(own, num_keys=sizes.num_queries, num_queries=sizes.num_queries)
+    return own

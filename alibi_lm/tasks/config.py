@@ -7,6 +7,20 @@ from dataclasses import dataclass, fields
 
 from alibi_lm.errors import Problem
 
+QA = ("qa_1", "qa_2")
+RULER = (
+    *("niah_single_1", "niah_single_2", "niah_single_3"),
+    *("niah_multikey_1", "niah_multikey_2", "niah_multikey_3"),
+    *("niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe", *QA),
+)
+"""The thirteen columns of RULER's table, in its order."""
+TASKS = ("passkey", "mqar", *RULER)
+
+
+def default_tasks(num_qa_files: int) -> list[str]:
+    """Every task that needs no file, and a qa task for each file."""
+    return [name for name in TASKS if name not in QA[num_qa_files:]]
+
 
 @dataclass
 class TaskSizes:

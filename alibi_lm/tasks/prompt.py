@@ -12,7 +12,7 @@ import numpy as np
 from alibi_lm.data.tokenizer import Tokenizer
 
 Metric = Literal["all", "part", "begins"]
-Tokens = Sequence[int]
+Tokens = Sequence[int] | np.ndarray
 
 
 @dataclass(frozen=True)

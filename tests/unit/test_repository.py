@@ -221,7 +221,7 @@ def may_import(importer: str, imported: str) -> bool:
     if importer == "":
         return imported in PUBLIC
     if SECTIONS.match(importer):
-        return imported == "errors"
+        return imported in ("errors", "tasks.config")
     part = part_of(importer)
     if part in MAY_IMPORT_OF_BASE:
         return imported in MAY_IMPORT_OF_BASE[part]
