@@ -96,7 +96,8 @@ def run_retrieval(
         "inputs": results.inputs_of(subject, config, files),
     }
     path = results.store(subject, NAME, result)
-    save(retrieval_plots.retrieval_figure(result), path.with_suffix(".png"))
+    for name, figure in retrieval_plots.figures(result).items():
+        save(figure, path.with_name(f"{name}.png"))
     return result
 
 
@@ -123,9 +124,17 @@ def fitting_cells(
     problems = [problem for _, _, problem in left_out]
     if problems and (asked_for or not fitting):
         raise ConfigError(*problems)
-    for problem in problems:
-        console.warn(f"left out by default: {problem}")
+    _warn(left_out)
     return fitting, left_out
+
+
+def _warn(left_out: Sequence[LeftOut]) -> None:
+    """One line for each task and reason."""
+    lengths: dict[tuple[str, str], list[str]] = {}
+    for task, length, problem in left_out:
+        lengths.setdefault((task, problem.rule), []).append(f"{length:,}")
+    for (task, rule), which in lengths.items():
+        console.warn(f"left out by default: {task} at {', '.join(which)}: {rule}")
 
 
 def _problem(task: Task, length: int, haystack: Haystack) -> Problem | None:

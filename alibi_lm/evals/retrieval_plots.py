@@ -22,6 +22,14 @@ from alibi_lm.evals.plots import (
 )
 
 
+def figures(result: Mapping[str, Any]) -> dict[str, Figure]:
+    """The pictures of a retrieval result by file name."""
+    pictures = {"retrieval": retrieval_figure(result)}
+    if result["passkey"]:
+        pictures["passkey"] = passkey_figure(result)
+    return pictures
+
+
 def retrieval_figure(result: Mapping[str, Any]) -> Figure:
     """Task x length heatmap of scores; a cell that no prompt fits stays empty."""
     lengths = result["lengths"]

@@ -150,7 +150,7 @@ def retrieval_verdict(
     if len(words) == 1:
         word = words[0]
     elif not words:
-        word = "cannot tell" if "cannot tell" in by_word else "does not retrieve"
+        word = "does not retrieve" if "does not retrieve" in by_word else "cannot tell"
     text = "; ".join(parts)
     return {"word": word, "text": f"{text[0].upper()}{text[1:]}.", "caveat": RETRIEVAL_CAVEAT}
 

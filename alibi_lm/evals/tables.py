@@ -64,7 +64,7 @@ def needle_lines(result: Mapping[str, Any]) -> list[str]:
             f"  more than {row['above']:,} and up to {row['up_to']:,} tokens back: "
             f"{score_words(row['ranking'])} by ranking, {score_words(row['generation'])} by "
             "generation"
-            for row in result["by_distance"]
+            for row in result.get("by_distance", [])
         ),
     ]
 
