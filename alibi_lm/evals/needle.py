@@ -18,20 +18,12 @@ from alibi_lm.errors import ConfigError, DataError, Problem
 from alibi_lm.evals import plots, results
 from alibi_lm.evals.config import NeedleConfig
 from alibi_lm.evals.intervals import as_list, wilson
-from alibi_lm.evals.needle_prompts import (
-    ANSWER,
-    END,
-    NUM_CANDIDATES,
-    NUM_DIGITS,
-    STATEMENT,
-    PromptMaker,
-    Trial,
-    says,
-)
+from alibi_lm.evals.needle_prompts import NUM_CANDIDATES, PromptMaker, Trial, says
 from alibi_lm.evals.scorer import Answers, Scorer
 from alibi_lm.evals.subject import Subject
 from alibi_lm.evals.tables import needle_lines
 from alibi_lm.evals.verdicts import needle_verdict
+from alibi_lm.tasks.statements import ANSWER, END, NUM_DIGITS, STATEMENT
 
 NAME = "needle"
 PROTOCOL = (

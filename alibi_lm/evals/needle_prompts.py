@@ -17,21 +17,12 @@ import numpy as np
 from alibi_lm.data.indexed import TokenFile
 from alibi_lm.data.tokenizer import Tokenizer
 from alibi_lm.errors import ConfigError, DataError, Problem
+from alibi_lm.tasks.statements import ANSWER, END, KEYS, NUM_DIGITS, STATEMENT
 
-STATEMENT = "\n# The secret number of {key} is"
-ANSWER = " {number}"
-END = ".\n"
 NUM_CANDIDATES = 10
-NUM_DIGITS = 5
 LARGEST_WALK = 256
 """Tokens walked back to a line's end before a needle is put exactly where asked."""
 
-_NAMES = [
-    *("Alpha", "Bravo", "Charlie", "Delta", "Echo", "Foxtrot", "Golf", "Hotel", "India"),
-    *("Juliett", "Kilo", "Lima", "Mike", "November", "Oscar", "Papa", "Quebec", "Romeo"),
-    *("Sierra", "Tango", "Uniform", "Victor", "Whiskey", "Xray", "Yankee", "Zulu"),
-]
-_KEYS = [f"{name}-{number}" for name in _NAMES for number in range(1, 10)]
 _POOL_DRAWS = 4000
 
 
@@ -114,7 +105,7 @@ class PromptMaker:
 
     def shortest_length(self) -> int:
         """The least length whose haystack is at least as long as needle and question."""
-        question = max(len(self._tokenizer.encode(STATEMENT.format(key=k))) for k in _KEYS)
+        question = max(len(self._tokenizer.encode(STATEMENT.format(key=k))) for k in KEYS)
         needle = question + self.num_answer_tokens + len(self._end)
         return 2 * (needle + question) + self.num_answer_tokens
 
@@ -182,9 +173,9 @@ class PromptMaker:
         return [self._text_of[token] for token in tokens.tolist()]
 
     def _free_key(self, generator: np.random.Generator, text: str) -> str:
-        for index in generator.permutation(len(_KEYS)):
-            if _KEYS[index] not in text:
-                return _KEYS[index]
+        for index in generator.permutation(len(KEYS)):
+            if KEYS[index] not in text:
+                return KEYS[index]
         raise DataError(
             Problem("needle", None, "a haystack holds every key", "choose another corpus")
         )
