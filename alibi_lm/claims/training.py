@@ -79,9 +79,7 @@ def members(suite: ClaimsConfig) -> list[Member]:
     return found
 
 
-def _config(
-    base: Mapping[str, Any], changes: Mapping[str, Any], seed: int, folder: Path
-) -> Config:
+def _config(base: Mapping[str, Any], changes: Mapping[str, Any], seed: int, folder: Path) -> Config:
     raw = json_copy(base)
     raw["run"] = {"dir": str(folder)}
     settings = flatten(changes) if changes else {}
@@ -153,4 +151,3 @@ def _train(member: Member, environment: Mapping[str, str]) -> Problem | None:
     said = " ".join(result.stderr.strip().splitlines()[-3:])
     rule = f"training {member.name} ended with exit code {result.returncode}: {said}"
     return Problem(str(member.folder), None, rule, f"see {member.folder / 'train.log'}")
-
