@@ -57,8 +57,8 @@ class Evidence:
 
     def recall(self, model: str, *, beyond: bool, variant: str = "plain",
                how: str = "ranking") -> np.ndarray:  # fmt: skip
-        """Share of right answers `[seeds]` of needles farther than the training length, or of those
-        within it.
+        """Share of right answers `[seeds]` of needles farther off than the training length L, or of
+        those in prompts of at most L.
 
         Raises:
             Missing: it was not measured.
@@ -68,7 +68,11 @@ class Evidence:
             cells = run.get("variants", {}).get(variant)
             if cells is None:
                 raise Missing(f"recall of {model}, {variant}, was not measured")
-            chosen = [cell for cell in cells if (cell["distance"] > limit) == beyond]
+            chosen = [
+                cell
+                for cell in cells
+                if (cell["distance"] > limit if beyond else cell["length"] <= limit)
+            ]
             trials = sum(cell["trials"] for cell in chosen)
             if not trials:
                 raise Missing(f"no needle of {model} lies {'beyond' if beyond else 'within'} L")

@@ -17,9 +17,12 @@ from alibi_lm.claims.config import GroupConfig
 from alibi_lm.claims.training import Member
 from alibi_lm.data.indexed import TokenFile
 from alibi_lm.evals import protocols
+from alibi_lm.evals.config import NeedleConfig
 from alibi_lm.evals.documents import choose_documents, target_bytes
+from alibi_lm.evals.needle import score_grid
+from alibi_lm.evals.needle_prompts import PromptMaker
 from alibi_lm.evals.null_model import cut_losses, draw
-from alibi_lm.evals.scorer import NativeScorer
+from alibi_lm.evals.scorer import NativeScorer, native_scorer
 from alibi_lm.evals.windows import non_overlapping_windows
 from alibi_lm.files import write_json
 from alibi_lm.model.cache import Cache, LayerCache
@@ -71,13 +74,11 @@ def measure_text(step: Step, settings: GroupConfig) -> dict[str, Any]:
     windows = {length: non_overlapping_windows(documents, length) for length in lengths}
     losses = {}
     for length in tqdm(lengths, desc=str(step.run_folder), disable=None):
-        losses[length] = protocols.target_losses(
-            scorer, documents, windows[length], BATCH_TOKENS
-        )  # fmt: skip
+        losses[length] = protocols.target_losses(scorer, documents, windows[length], BATCH_TOKENS)
     targets = sum(len(document) - 1 for document in documents)
     sizes = target_bytes(documents, step.tokenizer())
     found: dict[str, Any] = {
-        "losses": {n: float(sum(x.sum() for x in own)) / targets for n, own in losses.items()},
+        "losses": {str(n): float(sum(x.sum() for x in own)) / targets for n, own in losses.items()},
         "num_documents": len(documents),
         "num_targets": targets,
         "num_bytes": None if sizes is None else int(sizes.sum()),
@@ -101,6 +102,40 @@ def measure_text(step: Step, settings: GroupConfig) -> dict[str, Any]:
             for n in lengths if n > trained
         }  # fmt: skip
     return found
+
+
+def measure_recall(step: Step, settings: GroupConfig) -> dict[str, Any]:
+    """Needles found at each length and distance; with linear biases, under scaled slopes too.
+
+    The factor of the scaling is the longest length over the training length, at every length.
+    """
+    lengths, trained = sorted(settings.lengths), step.config.train.sequence_length
+    tokenizer = step.tokenizer()
+    assert tokenizer is not None
+    files = [TokenFile(prefix) for prefix in step.config.data.validation]
+    maker = PromptMaker(tokenizer, files, seed=0)
+    variants: dict[str, dict[str, Any] | None] = {"plain": None}
+    if step.config.model.position == "alibi" and lengths[-1] > trained:
+        factor = lengths[-1] / trained
+        variants |= {kind: {"kind": kind, "factor": factor} for kind in ("linear", "ntk")}
+    config = NeedleConfig(lengths=lengths, num_trials=settings.num_trials)
+    found: dict[str, list[dict[str, Any]]] = {}
+    for name, scaling in variants.items():
+        scorer = native_scorer(step, "fp32", scaling=scaling)
+        found[name] = []
+        for length in lengths:
+            grid = score_grid(scorer, maker, tokenizer, [length], config, trained)
+            found[name] += [
+                {
+                    "length": length,
+                    "distance": high,
+                    "ranking": tally.ranked,
+                    "generation": tally.generated,
+                    "trials": tally.trials,
+                }
+                for (_, high), tally in sorted(grid.bins.items())
+            ]
+    return {"variants": found}
 
 
 class _ShiftedLayer(LayerCache):
@@ -134,3 +169,10 @@ def shift_differences(decoder: Decoder, document: np.ndarray, length: int) -> di
         moved = decoder.losses(inputs, targets, _Shifted(decoder.config.num_layers, shift))
         found[shift] = float((moved - plain).abs().max())
     return found
+
+
+MEASURES: dict[str, Callable[[Step, GroupConfig], dict[str, Any]]] = {
+    "text": measure_text,
+    "recall": measure_recall,
+}
+"""What is measured on the runs of each group."""
