@@ -127,9 +127,11 @@ def score_grid(
     grid = Grid(defaultdict(Tally), defaultdict(Tally))
     per_trial = len(config.depths) + 1
     total = sum(lengths) * config.num_trials * per_trial
-    with tqdm(total=total, unit="tok", unit_scale=True, desc=NAME, disable=None) as bar:
+    with tqdm(
+        total=total, unit="tok", unit_scale=True, desc=NAME, disable=console.muted or None
+    ) as bar:
         for length in lengths:
-            for batch in _batches(maker, length, config):
+            for batch in _batches(maker, length, config, scorer.num_replicas):
                 tokens = torch.from_numpy(np.stack([prompt for _, _, prompt in batch]))
                 trials = [trial for trial, _, _ in batch]
                 answers = scorer.answers(tokens, _candidates(trials), maker.num_answer_tokens)
@@ -142,8 +144,10 @@ Prompt = tuple[Trial, float | None, np.ndarray]
 """A trial, the needle's depth (None: control) and the token ids."""
 
 
-def _batches(maker: PromptMaker, length: int, config: NeedleConfig) -> Iterator[list[Prompt]]:
-    size = max(1, config.batch_tokens // length)
+def _batches(
+    maker: PromptMaker, length: int, config: NeedleConfig, num_replicas: int
+) -> Iterator[list[Prompt]]:
+    size = num_replicas * max(1, config.batch_tokens // length)
     batch: list[Prompt] = []
     for index in range(config.num_trials * len(config.depths)):
         which = index % len(config.depths)
@@ -247,8 +251,7 @@ def run_needle(
         "inputs": results.inputs_of(subject, config, files),
     }
     result["verdict"] = needle_verdict(result)
-    path = results.store(subject, NAME, result)
-    plots.save(plots.needle_figure(result), path.with_suffix(".png"))
+    results.store(subject, NAME, result, plots.needle_figure)
     return result
 
 
