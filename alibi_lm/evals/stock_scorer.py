@@ -128,11 +128,14 @@ class StockScorer:
             rule = f"has a token id outside 0 to {self.vocab_size - 1}"
             fix = "use a corpus made with the model's own tokenizer"
             raise DataError(Problem("corpus", None, rule, fix))
+        self._make_room(num_positions)
+        return tokens.to(self._device)
+
+    def _make_room(self, num_positions: int) -> None:
+        """MPT's class crashes past this value, from which only the length of its bias comes."""
         config = self._model.config
         if config.model_type == "mpt" and num_positions > config.max_seq_len:
-            # The class crashes past this value, which nothing but the bias's length comes from.
             config.max_seq_len = 1 << (num_positions - 1).bit_length()
-        return tokens.to(self._device)
 
     def forward(self, tokens: Tensor, cache: Any = None, *, last: bool = False) -> tuple[Any, Any]:
         """Logits fp32 of tokens `[B, n]` (with `last`, of the last one) and the cache after them.
@@ -183,6 +186,7 @@ class StockScorer:
         """Whether the class gives the same logits in pieces as in one pass."""
         if self._in_pieces is None:
             count = min(TRIED_TOKENS, self._longest or TRIED_TOKENS)
+            self._make_room(count)
             tokens = torch.arange(count, device=self._device)[None] * 7919 % self.vocab_size
             whole, _ = self.forward(tokens, False)
             logits, cache = self.forward(tokens[:, : count // 2])
