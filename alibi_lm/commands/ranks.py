@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn
 
 from alibi_lm.console import console
@@ -16,6 +17,9 @@ from alibi_lm.errors import (
     UserError,
     path_error,
 )
+
+ALIKE = timedelta(seconds=30)
+"""Time within which all ranks come to the same error."""
 
 if TYPE_CHECKING:
     from alibi_lm.evals.config import SuiteConfig
@@ -87,7 +91,6 @@ def _one_of_several(
         mistake = path_error(error)
         if mistake is None:
             raise
-        console.muted = False  # it may be this rank's own
         return _told(mistake)
     except KeyboardInterrupt:
         console.error("interrupted")
@@ -103,13 +106,18 @@ def _check_degree(tp: int, size: int) -> None:
 
 
 def _told(error: UserError) -> int:
-    """Say an error, and its exit code. Every rank has found the same one."""
+    """Say an error, and its exit code. As a rule every rank has found the same one."""
     import torch.distributed as dist
 
     console.error(str(error))
     if dist.is_initialized():
         # The launcher ends all ranks when the first one leaves: rank 0 writes its line before.
-        dist.barrier()
+        try:
+            dist.barrier(async_op=True).wait(ALIKE)
+        except RuntimeError:  # the others go on: it is this rank's alone
+            if console.muted:
+                console.muted = False
+                console.error(str(error))
     return error.exit_code
 
 

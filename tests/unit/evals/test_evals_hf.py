@@ -136,7 +136,7 @@ def test_text_is_tokenised_on_the_fly(exported: tuple[Step, Path], tmp_path: Pat
     wanted = run_perplexity(NativeSubject(step), config)
     for engine in ("native", "hf"):
         for path in ("texts", "texts/*.txt", "lines.jsonl"):
-            choices = Choices(engine=engine, text=(path,))  # type: ignore[arg-type]
+            choices = Choices(engine=engine, text=(path,))
             result = run_perplexity(open_subject(f"hf:{folder}", choices), config)
             assert result["num_tokens"] == wanted["num_tokens"], (engine, path)
             assert result["rows"][1]["loss"] == pytest.approx(wanted["rows"][1]["loss"], rel=1e-5)
@@ -205,7 +205,7 @@ def test_mistakes_are_named(
     bare = tmp_path / "bare"
     write_stock(bare, "bloom", heads=8)
     for engine in ("native", "hf"):
-        subject = open_subject(f"hf:{bare}", Choices(engine=engine, text=(str(bare),)))  # type: ignore[arg-type]
+        subject = open_subject(f"hf:{bare}", Choices(engine=engine, text=(str(bare),)))
         with pytest.raises(DataError, match="has no tokenizer to write needles with"):
             run_needle(subject, NEEDLE)
         with pytest.raises(

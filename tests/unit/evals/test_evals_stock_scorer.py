@@ -78,8 +78,9 @@ def test_losses_in_pieces_and_in_parts_of_a_batch_are_those_of_one_pass(name: st
     wanted = F.nll_loss(logs.transpose(1, 2), tokens[:, 1:], reduction="none")
     assert wanted.std() > 0.1
     # Logits of all rows; of two; of 7 positions of one row; scores of 5 positions of one row.
-    for limits in ({}, {"logits_at_once": 2 * 40 * 61}, {"logits_at_once": 7 * 61},
-                   {"scores_at_once": 5 * 4 * 40}):  # fmt: skip
+    cases: list[dict[str, Any]] = [{}, {"logits_at_once": 2 * 40 * 61}, {"logits_at_once": 7 * 61},
+                                   {"scores_at_once": 5 * 4 * 40}]  # fmt: skip
+    for limits in cases:
         found = StockScorer(model, None, **limits).token_losses(tokens)
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
