@@ -75,7 +75,7 @@ def losses(result: dict[str, Any]) -> list[float]:
 def test_two_ranks_judge_as_one(run: Path, tmp_path: Path) -> None:
     corpus = f"corpus={run.parent / 'validation'}"
     exported = f"hf:{run.parent / 'exported'}"
-    jobs = [
+    jobs: list[dict[str, Any]] = [
         {"subject": str(run), "engine": None, "tp": 2, "eval": "perplexity"},
         {"subject": str(run), "engine": None, "tp": 1, "eval": "perplexity"},
         {"subject": str(run), "engine": None, "tp": 2, "eval": "needle"},
