@@ -146,7 +146,7 @@ def run_horizon(subject: Subject, config: HorizonConfig) -> dict[str, Any]:
         "inputs": results.inputs_of(subject, config, files),
     }
     result["verdict"] = verdict(result)
-    results.store(subject, NAME, result, plots.horizon_figure)
+    results.store(subject, NAME, result, lambda found: {NAME: plots.horizon_figure(found)})
     return result
 
 

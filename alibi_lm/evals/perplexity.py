@@ -138,7 +138,7 @@ def run_perplexity(
         "null": _null(config, scorer, documents, lengths, reach, sample, scores.sampled),
         "inputs": results.inputs_of(subject, config, files),
     }
-    results.store(subject, NAME, result, plots.perplexity_figure)
+    results.store(subject, NAME, result, lambda found: {NAME: plots.perplexity_figure(found)})
     return result
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,15 +15,17 @@ from alibi_lm.data.indexed import TokenFile
 from alibi_lm.data.manifest import check_tokenizer
 from alibi_lm.errors import ConfigError, DataError, Problem
 from alibi_lm.evals import plots
-from alibi_lm.evals.config import HorizonConfig, NeedleConfig, PerplexityConfig
+from alibi_lm.evals.config import HorizonConfig, NeedleConfig, PerplexityConfig, RetrievalConfig
 from alibi_lm.evals.subject import Subject
 from alibi_lm.files import write_json
 
 DEFAULT_MULTIPLES = (0.5, 1, 2, 4, 8, 16)
 
-LengthSettings = PerplexityConfig | NeedleConfig
+LengthSettings = PerplexityConfig | NeedleConfig | RetrievalConfig
 Settings = LengthSettings | HorizonConfig
-SomeSettings = TypeVar("SomeSettings", PerplexityConfig, NeedleConfig, HorizonConfig)
+SomeSettings = TypeVar(
+    "SomeSettings", PerplexityConfig, NeedleConfig, RetrievalConfig, HorizonConfig
+)
 
 
 def default_lengths(training_length: int) -> list[int]:
@@ -95,17 +98,31 @@ def run_facts(subject: Subject) -> dict[str, Any]:
 
 def inputs_of(subject: Subject, config: Settings, files: Sequence[TokenFile]) -> dict[str, Any]:
     """Everything a result depends on; equal inputs give an equal result."""
+    qa_files = config.qa_files if isinstance(config, RetrievalConfig) else []
     return {
         "settings": settings.to_dict(config),
         "corpora": [file.digest for file in files],
+        **({"qa_files": [_digest(Path(path)) for path in qa_files]} if qa_files else {}),
         "step": subject.digest,
         "versions": run_facts(subject)["versions"],
         **subject.settings,
     }
 
 
+def _digest(path: Path) -> str:
+    """SHA-256 of a file.
+
+    Raises:
+        DataError: there is none.
+    """
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except FileNotFoundError:
+        raise DataError(Problem(str(path), None, "no such file", "check the path")) from None
+
+
 def result_path(subject: Subject, name: str) -> Path:
-    """Where the result of eval `name` (perplexity, needle or horizon) is stored."""
+    """Where the result of eval `name` (perplexity, needle, retrieval or horizon) is stored."""
     return subject.evals_folder / f"{name}.json"
 
 
@@ -113,9 +130,9 @@ def store(
     subject: Subject,
     name: str,
     result: dict[str, Any],
-    picture: Callable[[dict[str, Any]], plots.Figure] | None = None,
+    figures: Callable[[dict[str, Any]], Mapping[str, plots.Figure]] | None = None,
 ) -> Path:
-    """Atomically write a result, and its picture, on rank 0, and return the result's path.
+    """Atomically write a result, and its pictures by name, on rank 0, and return the result's path.
 
     A result of other settings is not lost: it and its picture are kept under a name with a hash
     of those settings.
@@ -123,8 +140,8 @@ def store(
 
     def write() -> Path:
         path = _write(subject, name, result)
-        if picture is not None:
-            plots.save(picture(result), path.with_suffix(".png"))
+        for key, figure in ({} if figures is None else figures(result)).items():
+            plots.save(figure, path.with_name(f"{key}.png"))
         return path
 
     return subject.ranks.on_first(write)
