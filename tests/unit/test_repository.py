@@ -45,14 +45,14 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "data": (),
     "tasks": ("data.tokenizer", "data.indexed"),
     "checkpoint": ("config", "parallel", "model", "data.tokenizer"),
-    "hf": ("config", "model", "data", "checkpoint"),
-    "evals": ("config", "model", "data", "tasks", "checkpoint", "hf"),
+    "hf": ("config", "parallel", "model", "data", "checkpoint"),
+    "evals": ("config", "parallel", "model", "data", "tasks", "checkpoint", "hf"),
     "train": ("config", "parallel", "model", "data", "checkpoint", "evals"),
     "claims": ("config", "model", "data", "checkpoint", "evals", "train"),
     "plan": ("config", "parallel", "model", "data", "train"),
     "doctor": ("config", "model", "train"),
     "text": ("config", "model", "data", "checkpoint"),
-    "commands": ("text", "model", "data", "checkpoint", "hf", "evals"),
+    "commands": ("text", "parallel", "model", "data", "checkpoint", "hf", "evals", "train"),
     "cli": (
         "commands",
         "config",
@@ -83,7 +83,7 @@ MAY_IMPORT_OF_BASE: dict[str, tuple[str, ...]] = {
 SECTIONS = re.compile(r"^(claims|data|evals|model|parallel|tasks|train)\.config$")
 """The packages' own config sections: below everything, they know of mistakes only."""
 
-ENVIRONMENT_READERS = {"train.entry", "cli"}
+ENVIRONMENT_READERS = {"train.entry", "cli", "commands.ranks"}
 PRINTERS = {"console"}
 PIPELINE_USERS = {"parallel.pipeline"}
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_SCRIPT_LINES = 400, 80, 40
