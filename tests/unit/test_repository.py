@@ -48,7 +48,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "hf": ("config", "parallel", "model", "data", "checkpoint"),
     "evals": ("config", "parallel", "model", "data", "tasks", "checkpoint", "hf"),
     "train": ("config", "parallel", "model", "data", "checkpoint", "evals"),
-    "claims": ("config", "model", "data", "checkpoint", "evals", "train"),
+    "claims": ("config", "model", "data", "tasks", "checkpoint", "evals", "train"),
     "plan": ("config", "parallel", "model", "data", "train"),
     "doctor": ("config", "model", "train"),
     "text": ("config", "model", "data", "checkpoint"),
