@@ -218,10 +218,11 @@ def _recall_learnt(evidence: Evidence) -> Finding:
     rates = {name: estimate(evidence.recall(name, beyond=False)) for name in names}
     if not rates:
         raise Missing("the suite has no recall models")
+    generated = {name: evidence.recall(name, beyond=False, how="generation") for name in names}
     text = (
-        "Passkeys in prompts of at most the training length, by ranking (by generation): "
+        "Passkeys found in prompts of at most L tokens, by ranking (by generation): "
         + ", ".join(
-            f"{name} {found.mean:.0%} ({evidence.recall(name, beyond=False, how='generation').mean():.0%})"
+            f"{name} {found.mean:.0%} ({generated[name].mean():.0%})"
             for name, found in rates.items()
         )
     )
@@ -234,7 +235,7 @@ def _recall_fails(evidence: Evidence) -> Finding:
     beyond = evidence.recall("alibi", beyond=True)
     found = estimate(beyond - within / 2)
     text = (
-        f"ALiBi finds {estimate(within).mean:.0%} of passkeys in prompts of at most the training length, "
+        f"ALiBi finds {estimate(within).mean:.0%} of passkeys in prompts of at most L tokens, "
         f"{shown(estimate(beyond), 2)} of those beyond (10% by chance)."
     )
     return Finding(below(found, 0.0), text)
