@@ -92,13 +92,13 @@ def measure_text(step: Step, settings: GroupConfig) -> dict[str, Any]:
     for length in lengths:
         own = sample.of(losses[length])
         beyond = sample.context(length) > trained
-        excess[length] = float(np.where(beyond, own - cut, 0.0).mean())
+        excess[str(length)] = float(np.where(beyond, own - cut, 0.0).mean())
     found["excess"] = excess
     if step.config.model.position == "alibi":
         model = build(ModelConfig, to_dict(step.config.model) | {"window": trained})
         windowed = NativeScorer(step.decoder(model=model))
         found["windowed"] = {
-            n: float(
+            str(n): float(
                 protocols.document_sums(windowed, documents, windows[n], BATCH_TOKENS).sum()
             ) / targets
             for n in lengths if n > trained
