@@ -15,6 +15,8 @@ from pathlib import Path
 
 from alibi_lm.data.config import SourceConfig
 from alibi_lm.errors import DataError, Problem
+from alibi_lm.settings import to_dict
+from alibi_lm.tasks import recall
 
 STDLIB = "${python:stdlib}"
 
@@ -126,10 +128,14 @@ def _inspect(path: str) -> SourceFile | Problem:
 def fingerprint(source: SourceConfig) -> str:
     """A digest that changes when a file of the source is added, taken away or written.
 
-    Of a hub dataset only the name is known without reading it.
+    Of a hub dataset only the name is known without reading it. Of documents that are made it is
+    the digest of the settings and of the maker's version.
     """
     state = hashlib.sha256()
-    if source.format == "hub":
+    if source.generated:
+        settings = getattr(source, source.format)
+        state.update(repr((source.format, to_dict(settings), recall.VERSION)).encode())
+    elif source.format == "hub":
         state.update(repr((source.paths, source.subset, source.split)).encode())
     else:
         for file in list_files(source):

@@ -125,12 +125,12 @@ class RecallMaker:
 
     def document(self, index: int) -> tuple[str, ...]:
         """The pieces of document `index`; none of them is empty."""
-        generator = np.random.default_rng([self._seed, index, VERSION])
+        generator = np.random.default_rng([self._seed, index])
         kind = self._kinds[int(generator.integers(len(self._kinds)))]
         return self._document(kind, index)
 
     def _document(self, kind: str, index: int) -> tuple[str, ...]:
-        generator = np.random.default_rng([self._seed, index, VERSION, KINDS.index(kind)])
+        generator = np.random.default_rng([self._seed, index, KINDS.index(kind)])
         return tuple(piece for piece in self._make[kind](generator) if piece)
 
     def _statements(self, generator: np.random.Generator) -> tuple[str, ...]:
@@ -216,9 +216,7 @@ class RecallMaker:
             pieces += [*self._filler.cut(generator, place - before), *fact.statement]
         return (*pieces, *self._filler.cut(generator, room - places[-1]), *asked)
 
-    def _chosen(
-        self, generator: np.random.Generator, facts: list[Fact], extra: int
-    ) -> list[Fact]:
+    def _chosen(self, generator: np.random.Generator, facts: list[Fact], extra: int) -> list[Fact]:
         """As many facts as fit or, in documents that are not dense, a random number of them."""
         left, fitting = self._room - extra, []
         for fact in facts:
