@@ -226,7 +226,8 @@ class RecallMaker:
             fitting.append(fact)
         if not fitting or generator.random() < self._dense:
             return fitting
-        return fitting[: 1 + int(generator.integers(len(fitting)))]
+        # Log-uniform: few facts come as often as many, which a model learns to retrieve by.
+        return fitting[: int(np.exp(generator.random() * np.log(len(fitting) + 1)))]
 
     def _size(self, pieces: Sequence[str]) -> int:
         """Tokens of pieces that are encoded one by one."""
