@@ -13,6 +13,7 @@ import click
 
 from alibi_lm import __version__
 from alibi_lm.commands.arguments import OVERRIDES, RUN
+from alibi_lm.commands.evals import eval_group, report
 from alibi_lm.commands.exchange import export, import_command
 from alibi_lm.commands.generate import generate
 from alibi_lm.console import console
@@ -142,73 +143,11 @@ def doctor(
     sys.exit(EXIT_USER_ERROR if problems else 0)
 
 
-@main.group()
-def eval() -> None:
-    """Judge a run's checkpoint (the newest, or a step folder) on long contexts."""
-
-
-SUITE = click.option("--suite", type=click.Path(path_type=Path), help="YAML with eval settings.")
-FORCE = click.option("--force", is_flag=True, help="Run again even if the result is there.")
-
-
-@eval.command()
-@RUN
-@OVERRIDES
-@SUITE
-@FORCE
-def perplexity(run: Path, overrides: Sequence[str], suite: Path | None, force: bool) -> None:
-    """Perplexity by length, over the same tokens at every length."""
-    from alibi_lm.checkpoint.step import open_run
-    from alibi_lm.evals.perplexity import evaluate
-    from alibi_lm.evals.suite import read_suite
-
-    evaluate(open_run(run), read_suite(suite, overrides).perplexity, force=force)
-
-
-@eval.command()
-@RUN
-@OVERRIDES
-@SUITE
-@FORCE
-def needle(run: Path, overrides: Sequence[str], suite: Path | None, force: bool) -> None:
-    """Needle in a haystack, depth by length."""
-    from alibi_lm.checkpoint.step import open_run
-    from alibi_lm.evals.needle import evaluate
-    from alibi_lm.evals.suite import read_suite
-
-    evaluate(open_run(run), read_suite(suite, overrides).needle, force=force)
-
-
-@eval.command()
-@RUN
-@OVERRIDES
-@SUITE
-@FORCE
-def horizon(run: Path, overrides: Sequence[str], suite: Path | None, force: bool) -> None:
-    """How far each head provably, and truly, reads; a model with linear biases."""
-    from alibi_lm.checkpoint.step import open_run
-    from alibi_lm.evals.horizon import evaluate
-    from alibi_lm.evals.suite import read_suite
-
-    evaluate(open_run(run), read_suite(suite, overrides).horizon, force=force)
-
-
+main.add_command(eval_group)
 main.add_command(export)
 main.add_command(import_command)
 main.add_command(generate)
-
-
-@main.command()
-@RUN
-def report(run: Path) -> None:
-    """Write RUN's evals as one HTML page and print their summary."""
-    from alibi_lm.checkpoint.step import open_run
-    from alibi_lm.evals.report import summary_lines, write_report
-
-    step = open_run(run)
-    write_report(step)
-    for line in summary_lines(step):
-        console.say(line)
+main.add_command(report)
 
 
 @main.group()

@@ -92,7 +92,8 @@ class SourceConfig:
     """Name of the corpus; its token files are NAME_train and NAME_validation."""
     path: list[str] | str = field(default_factory=list)
     """Files, globs or folders; or the name of a dataset on the Hugging Face hub. A path that
-    starts with ${python:stdlib} lies in the running Python's standard library."""
+    starts with ${python:stdlib} lies in the running Python's standard library, one that starts
+    with ${python:packages} among its installed packages."""
     format: Literal["text", "jsonl", "parquet", "arrow", "hub", "recall"] = "text"
     """How documents are stored; text is one document a file, jsonl may be compressed (.gz). Those
     of recall are made, as many as max_documents says."""

@@ -18,7 +18,8 @@ from alibi_lm.errors import DataError, Problem
 from alibi_lm.settings import to_dict
 from alibi_lm.tasks import recall
 
-STDLIB = "${python:stdlib}"
+FOLDERS = {"${python:stdlib}": "stdlib", "${python:packages}": "purelib"}
+"""What a path may start with, and the running Python's name of that folder."""
 
 
 @dataclass(frozen=True)
@@ -34,16 +35,16 @@ class SourceFile:
 
 
 def expand(path: str) -> str:
-    """A path of a recipe with `${python:stdlib}` replaced.
+    """A path of a recipe with `${python:stdlib}` or `${python:packages}` replaced.
 
     Raises:
         DataError: the path holds another ${...}.
     """
-    path = path.replace(STDLIB, sysconfig.get_paths()["stdlib"])
+    for name, folder in FOLDERS.items():
+        path = path.replace(name, sysconfig.get_paths()[folder])
     if left := re.search(r"\$\{[^}]*\}?", path):
-        raise DataError(
-            Problem("path", path, f"holds {left[0]}, which means nothing", f"only {STDLIB} does")
-        )
+        rule = f"holds {left[0]}, which means nothing"
+        raise DataError(Problem("path", path, rule, f"only {' and '.join(FOLDERS)} do"))
     return path
 
 

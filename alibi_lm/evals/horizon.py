@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,14 +16,12 @@ from alibi_lm.errors import ConfigError, DataError, Problem
 from alibi_lm.evals import plots, results
 from alibi_lm.evals.config import HorizonConfig
 from alibi_lm.evals.scorer import DTYPES
+from alibi_lm.evals.subject import Subject
 from alibi_lm.evals.tables import horizon_lines
 from alibi_lm.model.banded import BLOCK
 from alibi_lm.model.horizon import prior_horizon
 from alibi_lm.model.long import DENSE_UP_TO, LongReport, long_losses, why_dense
 from alibi_lm.model.scaling import head_slopes
-
-if TYPE_CHECKING:
-    from alibi_lm.checkpoint.step import Step
 
 NAME = "horizon"
 PROTOCOL = (
@@ -90,33 +88,33 @@ class TrueReach:
         return torch.cat(reaches)
 
 
-def evaluate(step: Step, config: HorizonConfig, *, force: bool = False) -> dict[str, Any]:
+def evaluate(subject: Subject, config: HorizonConfig, *, force: bool = False) -> dict[str, Any]:
     """`run_horizon` unless it is done already, and its result in the terminal.
 
     Raises:
         UserError: as `run_horizon`.
     """
-    return results.once(step, NAME, config, run_horizon, horizon_lines, force=force)
+    return results.once(subject, NAME, config, run_horizon, horizon_lines, force=force)
 
 
-def run_horizon(step: Step, config: HorizonConfig) -> dict[str, Any]:
+def run_horizon(subject: Subject, config: HorizonConfig) -> dict[str, Any]:
     """Measure a checkpoint's heads, store horizon.json and horizon.png, and return the result.
 
     Raises:
         ConfigError: the model has no horizons, or num_tokens is too small for any.
         DataError: no corpus, or one shorter than num_tokens.
     """
-    decoder = step.decoder(dtype=DTYPES[config.precision])
+    decoder = subject.decoder(dtype=DTYPES[config.precision])
     reason = why_dense(decoder)
     if reason is not None:
         fix = "this eval is of models with linear biases and no window"
-        raise ConfigError(Problem("model", step.config.model.position, reason, fix))
+        raise ConfigError(Problem("model", decoder.config.position, reason, fix))
     if config.num_tokens <= DENSE_UP_TO:
         rule = f"is too short to show a horizon: it must be above {DENSE_UP_TO:,}"
         raise ConfigError(Problem("horizon.num_tokens", config.num_tokens, rule, "give 32768"))
-    files = results.open_corpora(step, config)[:1]
+    files = results.open_corpora(subject, config)[:1]
     tokens = _text(files[0], config.num_tokens)
-    slopes = head_slopes(step.config.model)
+    slopes = head_slopes(decoder.config)
     assert slopes is not None
     half = config.num_tokens // 2
     count = min(config.num_queries, half)
@@ -129,7 +127,7 @@ def run_horizon(step: Step, config: HorizonConfig) -> dict[str, Any]:
     rows = _rows(certified, true, slopes, config)
     result = {
         "eval": NAME,
-        **results.run_facts(step),
+        **results.run_facts(subject),
         "protocol": PROTOCOL,
         "corpus": results.corpus_facts(files),
         "num_tokens": config.num_tokens,
@@ -141,10 +139,10 @@ def run_horizon(step: Step, config: HorizonConfig) -> dict[str, Any]:
         "slopes": list(slopes),
         "rows": rows,
         "composed": {kind: _composed(rows, kind) for kind in ("certified", "true")},
-        "inputs": results.inputs_of(step, config, files),
+        "inputs": results.inputs_of(subject, config, files),
     }
     result["verdict"] = verdict(result)
-    path = results.store(step, NAME, result)
+    path = results.store(subject, NAME, result)
     plots.save(plots.horizon_figure(result), path.with_suffix(".png"))
     return result
 

@@ -6,7 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,13 +19,11 @@ from alibi_lm.evals import plots, results
 from alibi_lm.evals.config import NeedleConfig
 from alibi_lm.evals.intervals import as_list, wilson
 from alibi_lm.evals.needle_prompts import NUM_CANDIDATES, PromptMaker, Trial, says
-from alibi_lm.evals.scorer import Answers, Scorer, native_scorer
+from alibi_lm.evals.scorer import Answers, Scorer
+from alibi_lm.evals.subject import Subject
 from alibi_lm.evals.tables import needle_lines
 from alibi_lm.evals.verdicts import needle_verdict
 from alibi_lm.tasks.statements import ANSWER, END, NUM_DIGITS, STATEMENT
-
-if TYPE_CHECKING:
-    from alibi_lm.checkpoint.step import Step
 
 NAME = "needle"
 PROTOCOL = (
@@ -175,16 +173,18 @@ def _count(
         grid.largest_walk = max(grid.largest_walk, round(depth * trial.room) - position)
 
 
-def evaluate(step: Step, config: NeedleConfig, *, force: bool = False) -> dict[str, Any]:
+def evaluate(subject: Subject, config: NeedleConfig, *, force: bool = False) -> dict[str, Any]:
     """`run_needle` unless it is done already, and its result in the terminal.
 
     Raises:
         UserError: as `run_needle`.
     """
-    return results.once(step, NAME, config, run_needle, needle_lines, force=force)
+    return results.once(subject, NAME, config, run_needle, needle_lines, force=force)
 
 
-def run_needle(step: Step, config: NeedleConfig, scorer: Scorer | None = None) -> dict[str, Any]:
+def run_needle(
+    subject: Subject, config: NeedleConfig, scorer: Scorer | None = None
+) -> dict[str, Any]:
     """Run the grid on a checkpoint, store needle.json and needle.png, and return the result.
 
     Args:
@@ -194,16 +194,16 @@ def run_needle(step: Step, config: NeedleConfig, scorer: Scorer | None = None) -
         DataError: no corpus, no tokenizer, or one that cannot write numbers.
         ConfigError: a length too short for a needle, or longer than every corpus.
     """
-    tokenizer = step.tokenizer()
+    tokenizer = subject.tokenizer()
     if tokenizer is None:
-        rule = "the run has no tokenizer to write needles with"
+        rule = "has no tokenizer to write needles with"
         fix = "set data.tokenizer in the run's config"
-        raise DataError(Problem(str(step.folder), None, rule, fix))
-    files = results.open_corpora(step, config)
+        raise DataError(Problem(subject.argument, None, rule, fix))
+    files = results.open_corpora(subject, config)
     maker = PromptMaker(tokenizer, files, config.seed)
-    chosen = results.chosen_lengths(step, config)
+    chosen = results.chosen_lengths(subject, config)
     lengths = usable_lengths(maker, chosen, config.lengths is not None)
-    scorer = scorer or native_scorer(step, config.precision, scaling=config.scaling)
+    scorer = scorer or subject.scorer(config.precision, scaling=config.scaling)
     started = time.perf_counter()
     grid = score_grid(scorer, maker, tokenizer, lengths, config)
     seconds = time.perf_counter() - started
@@ -211,7 +211,7 @@ def run_needle(step: Step, config: NeedleConfig, scorer: Scorer | None = None) -
     by_length = _by_length(grid, lengths, config.depths)
     result: dict[str, Any] = {
         "eval": NAME,
-        **results.run_facts(step),
+        **results.run_facts(subject),
         "protocol": PROTOCOL,
         "lengths": lengths,
         "depths": list(config.depths),
@@ -236,10 +236,10 @@ def run_needle(step: Step, config: NeedleConfig, scorer: Scorer | None = None) -
         ],
         "by_length": by_length,
         "base": by_length[0],
-        "inputs": results.inputs_of(step, config, files),
+        "inputs": results.inputs_of(subject, config, files),
     }
     result["verdict"] = needle_verdict(result)
-    path = results.store(step, NAME, result)
+    path = results.store(subject, NAME, result)
     plots.save(plots.needle_figure(result), path.with_suffix(".png"))
     return result
 

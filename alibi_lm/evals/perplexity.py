@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -18,7 +18,8 @@ from alibi_lm.evals.documents import Documents, choose_documents, tail_bytes, ta
 from alibi_lm.evals.intervals import as_list, bootstrap_perplexity
 from alibi_lm.evals.null_model import NULL_MODEL, Sample, cut_losses, draw, excess_rows
 from alibi_lm.evals.protocols import target_losses
-from alibi_lm.evals.scorer import Scorer, native_scorer
+from alibi_lm.evals.scorer import Scorer
+from alibi_lm.evals.subject import Subject
 from alibi_lm.evals.tables import perplexity_lines
 from alibi_lm.evals.verdicts import context_verdict, perplexity_verdict
 from alibi_lm.evals.windows import (
@@ -27,9 +28,6 @@ from alibi_lm.evals.windows import (
     non_overlapping_windows,
     sliding_windows,
 )
-
-if TYPE_CHECKING:
-    from alibi_lm.checkpoint.step import Step
 
 NAME = "perplexity"
 
@@ -71,17 +69,17 @@ def _bar(total: int, name: str) -> tqdm[Any]:
     return tqdm(total=total, unit="tok", unit_scale=True, desc=name, disable=None)
 
 
-def evaluate(step: Step, config: PerplexityConfig, *, force: bool = False) -> dict[str, Any]:
+def evaluate(subject: Subject, config: PerplexityConfig, *, force: bool = False) -> dict[str, Any]:
     """`run_perplexity` unless it is done already, and its result in the terminal.
 
     Raises:
         UserError: as `run_perplexity`.
     """
-    return results.once(step, NAME, config, run_perplexity, perplexity_lines, force=force)
+    return results.once(subject, NAME, config, run_perplexity, perplexity_lines, force=force)
 
 
 def run_perplexity(
-    step: Step, config: PerplexityConfig, scorer: Scorer | None = None
+    subject: Subject, config: PerplexityConfig, scorer: Scorer | None = None
 ) -> dict[str, Any]:
     """Score a checkpoint, store perplexity.json and perplexity.png, and return the result.
 
@@ -93,12 +91,12 @@ def run_perplexity(
         ConfigError: a length that the model cannot take.
         CheckpointError: the model's losses are not finite.
     """
-    lengths = results.chosen_lengths(step, config)
+    lengths = results.chosen_lengths(subject, config)
     _check_protocols(config, lengths)
-    files = results.open_corpora(step, config)
+    files = results.open_corpora(subject, config)
     documents = choose_documents(files, lengths[-1], config.max_tokens)
-    scorer = scorer or native_scorer(step, config.precision, config.epsilon, config.scaling)
-    training_length = step.config.train.sequence_length
+    scorer = scorer or subject.scorer(config.precision, config.epsilon, config.scaling)
+    training_length = subject.training_length
     reach = config.null_reach or training_length
     sample = None
     if config.null_targets is not None and lengths[-1] > reach:
@@ -106,14 +104,14 @@ def run_perplexity(
     started = time.perf_counter()
     scores = score_windows(scorer, documents.tokens, lengths, config.batch_tokens, sample)
     seconds = time.perf_counter() - started
-    _check_finite(step, scores.sums, lengths)
-    sizes = target_bytes(documents.tokens, step.tokenizer())
+    _check_finite(subject, scores.sums, lengths)
+    sizes = target_bytes(documents.tokens, subject.tokenizer())
     windows = [non_overlapping_windows(documents.tokens, length) for length in lengths]
     rows = length_rows(scores.sums, documents.num_targets, sizes, lengths, training_length, windows)
     num_targets = int(documents.num_targets.sum())
     result = {
         "eval": NAME,
-        **results.run_facts(step),
+        **results.run_facts(subject),
         "protocol": protocols.WINDOWS,
         "lengths": lengths,
         "stride": lengths,
@@ -130,16 +128,16 @@ def run_perplexity(
         "tokens_per_second": round(num_targets * len(lengths) / max(seconds, 1e-9), 1),
         "rows": rows,
         "verdict": perplexity_verdict(rows, training_length),
-        **_other_protocols(step, config, scorer, documents, lengths),
+        **_other_protocols(subject, config, scorer, documents, lengths),
         "by_position": {
             "protocol": protocols.BY_POSITION,
             "length": lengths[-1],
             "rows": protocols.position_rows(scores.longest, lengths[-1]),
         },
         "null": _null(config, scorer, documents, lengths, reach, sample, scores.sampled),
-        "inputs": results.inputs_of(step, config, files),
+        "inputs": results.inputs_of(subject, config, files),
     }
-    path = results.store(step, NAME, result)
+    path = results.store(subject, NAME, result)
     plots.save(plots.perplexity_figure(result), path.with_suffix(".png"))
     return result
 
@@ -160,14 +158,14 @@ def _check_protocols(config: PerplexityConfig, lengths: Sequence[int]) -> None:
 
 
 def _other_protocols(
-    step: Step,
+    subject: Subject,
     config: PerplexityConfig,
     scorer: Scorer,
     documents: Documents,
     lengths: Sequence[int],
 ) -> dict[str, Any]:
     """Results with sliding windows and with fixed targets, None where they were not asked for."""
-    tokens, training_length = documents.tokens, step.config.train.sequence_length
+    tokens, training_length = documents.tokens, subject.training_length
     found: dict[str, Any] = {"sliding": None, "fixed_target": None}
     every = {
         "sliding": [sliding_windows(tokens, length, config.stride or 1) for length in lengths]
@@ -178,12 +176,12 @@ def _other_protocols(
     for name, windows in every.items():
         if windows is None:
             continue
-        counts, sizes = documents.num_targets, target_bytes(tokens, step.tokenizer())
+        counts, sizes = documents.num_targets, target_bytes(tokens, subject.tokenizer())
         facts: dict[str, Any] = {"protocol": protocols.SLIDING, "stride": config.stride}
         if name == "fixed_target":
             num = config.fixed_targets or 0
             counts = np.full(len(tokens), num)
-            sizes = tail_bytes(tokens, step.tokenizer(), num)
+            sizes = tail_bytes(tokens, subject.tokenizer(), num)
             facts = {"protocol": protocols.FIXED_TARGET, "num_targets": num}
         started = time.perf_counter()
         with _bar(int(counts.sum()) * len(lengths), name) as bar:
@@ -191,7 +189,7 @@ def _other_protocols(
                 protocols.document_sums(scorer, tokens, some, config.batch_tokens, bar)
                 for some in windows
             ])  # fmt: skip
-        _check_finite(step, sums, lengths)
+        _check_finite(subject, sums, lengths)
         seconds = round(time.perf_counter() - started, 3)
         rows = length_rows(sums, counts, sizes, lengths, training_length, windows)
         found[name] = {**facts, "num_tokens": int(counts.sum()), "seconds": seconds, "rows": rows}
@@ -221,13 +219,13 @@ def _null(
     }
 
 
-def _check_finite(step: Step, losses: np.ndarray, lengths: Sequence[int]) -> None:
+def _check_finite(subject: Subject, losses: np.ndarray, lengths: Sequence[int]) -> None:
     # exp(loss) must fit a float too: 700 nats a token is no language model's loss.
     bad = [n for n, row in zip(lengths, losses, strict=True) if not np.isfinite(row).all()]
     if bad:
         rule = f"losses at lengths {bad} are not finite"
         fix = "use precision=fp32, or an earlier step"
-        raise CheckpointError(Problem(str(step.folder), None, rule, fix))
+        raise CheckpointError(Problem(subject.argument, None, rule, fix))
 
 
 def length_rows(

@@ -14,8 +14,10 @@ import jinja2
 
 from alibi_lm.evals import plots, results
 from alibi_lm.evals.metrics import Metrics, read_metrics
+from alibi_lm.evals.subject import NativeSubject, Subject
 from alibi_lm.evals.tables import horizon_lines, needle_lines, perplexity_lines
 from alibi_lm.files import write_text
+from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.scaling import head_slopes
 from alibi_lm.settings import flatten
 
@@ -44,7 +46,7 @@ TONES = {
 }
 
 
-def write_report(step: Step) -> Path:
+def write_report(subject: Subject) -> Path:
     """Write the report of what has been measured so far, and its pictures; return its path.
 
     A part that has not been made names the command that makes it.
@@ -52,34 +54,39 @@ def write_report(step: Step) -> Path:
     Raises:
         CheckpointError: the run's log is damaged.
     """
-    metrics = read_metrics(step.run_folder, step.step)
-    perplexity = results.stored(step, "perplexity")
-    needle = results.stored(step, "needle")
-    horizon = results.stored(step, "horizon")
+    metrics = None
+    if isinstance(subject, NativeSubject):
+        metrics = read_metrics(subject.checkpoint.run_folder, subject.step)
+    perplexity = results.stored(subject, "perplexity")
+    needle = results.stored(subject, "needle")
+    horizon = results.stored(subject, "horizon")
     pictures: dict[str, str] = {}
     if metrics is not None:
-        pictures["loss"] = _picture(step, "loss", plots.loss_figure(metrics))
+        pictures["loss"] = _picture(subject, "loss", plots.loss_figure(metrics))
     if perplexity is not None:
-        pictures["perplexity"] = _picture(step, "perplexity", plots.perplexity_figure(perplexity))
+        pictures["perplexity"] = _picture(
+            subject, "perplexity", plots.perplexity_figure(perplexity)
+        )
     if needle is not None:
-        pictures["needle"] = _picture(step, "needle", plots.needle_figure(needle))
+        pictures["needle"] = _picture(subject, "needle", plots.needle_figure(needle))
     if horizon is not None:
-        pictures["horizon"] = _picture(step, "horizon", plots.horizon_figure(horizon))
+        pictures["horizon"] = _picture(subject, "horizon", plots.horizon_figure(horizon))
     page = _template().render(
-        title=f"Report on {step.run_folder.name}",
-        subtitle=f"Checkpoint of step {step.step:,}, saved {step.meta.get('saved_at', '')}",
-        facts=run_facts(step, metrics),
+        title=f"Report on {subject.title}",
+        subtitle=subject.subtitle,
+        trained_here=isinstance(subject, NativeSubject),
+        facts=facts(subject, metrics),
         pictures=pictures,
         perplexity=_with_tone(perplexity),
         needle=_with_tone(needle),
         horizon=_with_tone(horizon),
-        slopes=slope_rows(step),
-        export=export_rows(step),
-        meaning=meaning(step, perplexity, needle),
-        versions=_versions(step),
-        commands=commands(step),
+        slopes=slope_rows(subject),
+        export=export_rows(subject),
+        meaning=meaning(subject, perplexity, needle),
+        versions=_versions(subject),
+        commands=commands(subject),
     )
-    path = step.evals_folder / REPORT
+    path = subject.evals_folder / REPORT
     write_text(path, page)
     return path
 
@@ -90,10 +97,10 @@ def _template() -> jinja2.Template:
     return environment.from_string(source)
 
 
-def _picture(step: Step, name: str, figure: plots.Figure) -> str:
+def _picture(subject: Subject, name: str, figure: plots.Figure) -> str:
     """Write a figure beside the report and return it as base64."""
-    plots.save(figure, step.evals_folder / f"{name}.png")
-    return base64.b64encode((step.evals_folder / f"{name}.png").read_bytes()).decode()
+    plots.save(figure, subject.evals_folder / f"{name}.png")
+    return base64.b64encode((subject.evals_folder / f"{name}.png").read_bytes()).decode()
 
 
 def _with_tone(result: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -106,30 +113,49 @@ def _with_tone(result: dict[str, Any] | None) -> dict[str, Any] | None:
     return toned
 
 
-def commands(step: Step) -> dict[str, str]:
+def commands(subject: Subject) -> dict[str, str]:
     """The command that makes each part."""
-    run = step.run_folder
+    name = subject.argument
     return {
-        "perplexity": f"alibi-lm eval perplexity {run}",
-        "needle": f"alibi-lm eval needle {run}",
-        "horizon": f"alibi-lm eval horizon {run}",
-        "export": f"alibi-lm export {run}",
+        "perplexity": f"alibi-lm eval perplexity {name}",
+        "needle": f"alibi-lm eval needle {name}",
+        "horizon": f"alibi-lm eval horizon {name}",
+        "export": f"alibi-lm export {name}",
+        "report": f"alibi-lm report {name}",
     }
+
+
+def facts(subject: Subject, metrics: Metrics | None) -> list[tuple[str, str]]:
+    """What is judged and how it was trained, as (label, value)."""
+    if isinstance(subject, NativeSubject):
+        return run_facts(subject.checkpoint, metrics)
+    rows = [
+        ("Model folder", subject.argument),
+        ("Parameters", f"{subject.num_parameters:,}"),
+        ("Training length", f"{subject.training_length:,} tokens"),
+    ]
+    if subject.model is not None:
+        rows.append(("Model", _shape(subject.model)))
+    return rows + [(label.capitalize(), str(value)) for label, value in subject.settings.items()]
+
+
+def _shape(model: ModelConfig) -> str:
+    heads = f"{model.num_heads} heads"
+    if model.kv_heads != model.num_heads:
+        heads += f", {model.kv_heads} key/value heads"
+    return f"{model.num_layers} layers, width {model.hidden_size:,}, {heads}"
 
 
 def run_facts(step: Step, metrics: Metrics | None) -> list[tuple[str, str]]:
     """What was trained and how, as (label, value)."""
     model, train, data = step.config.model, step.config.train, step.config.data
-    heads = f"{model.num_heads} heads"
-    if model.kv_heads != model.num_heads:
-        heads += f", {model.kv_heads} key/value heads"
     window = f", window {model.window:,}" if model.window else ""
-    facts = [
+    rows = [
         ("Run folder", str(step.run_folder)),
         ("Step", f"{step.step:,} of {train.num_steps:,}"),
         ("Tokens", f"{step.meta['tokens']:,}"),
-        ("Parameters", f"{_num_parameters(step):,}"),
-        ("Model", f"{model.num_layers} layers, width {model.hidden_size:,}, {heads}"),
+        ("Parameters", f"{NativeSubject(step).num_parameters:,}"),
+        ("Model", _shape(model)),
         ("Shape and positions", f"{model.shape}, {model.position}{window}"),
         ("Training length", f"{train.sequence_length:,} tokens"),
         ("Batch", f"{train.global_batch_size:,} samples a step"),
@@ -140,17 +166,13 @@ def run_facts(step: Step, metrics: Metrics | None) -> list[tuple[str, str]]:
     if step.meta.get("layout"):
         layout = flatten(step.meta["layout"])
         words = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in layout.items())
-        facts.append(("Ranks", words))
+        rows.append(("Ranks", words))
     if metrics is not None:
         last = metrics.points[-1]
-        facts.append(("Last loss", f"{last.loss:.3f} at step {last.step:,}"))
-        facts.append(("Training time", _duration(metrics.training_seconds)))
-        facts.append(("Speed", f"{last.tokens_per_second:,.0f} tokens a second"))
-    return facts
-
-
-def _num_parameters(step: Step) -> int:
-    return sum(math.prod(shape) for shape in step.meta["parameters"].values())
+        rows.append(("Last loss", f"{last.loss:.3f} at step {last.step:,}"))
+        rows.append(("Training time", _duration(metrics.training_seconds)))
+        rows.append(("Speed", f"{last.tokens_per_second:,.0f} tokens a second"))
+    return rows
 
 
 def _duration(seconds: float) -> str:
@@ -159,39 +181,41 @@ def _duration(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
 
 
-def slope_rows(step: Step) -> list[dict[str, float]]:
+def slope_rows(subject: Subject) -> list[dict[str, float]]:
     """Slope and horizon of each head, for models with fixed linear biases; else none."""
-    slopes = head_slopes(step.config.model)
-    if slopes is None or step.config.model.position != "alibi":
-        return []
-    length = step.config.train.sequence_length
+    model = subject.model
+    slopes = None if model is None or model.position != "alibi" else head_slopes(model)
     rows = []
-    for head, slope in enumerate(slopes):
+    for head, slope in enumerate(slopes or ()):
         horizon = math.log(FADED) / slope
-        rows.append(
-            {"head": head, "slope": slope, "horizon": horizon, "multiple": horizon / length}
-        )
+        multiple = horizon / subject.training_length
+        rows.append({"head": head, "slope": slope, "horizon": horizon, "multiple": multiple})
     return rows
 
 
-def export_facts(step: Step) -> dict[str, Any] | None:
+def export_facts(subject: Subject) -> dict[str, Any] | None:
     """What the export to the default folder proved, or None where this step has none there."""
+    if not isinstance(subject, NativeSubject):
+        return None
+    step = subject.checkpoint
     path = step.hf_folder / EXPORT_FACTS
     try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, UnicodeDecodeError, json.JSONDecodeError):
         return None
-    return facts if facts["checkpoint"].get("weights") == step.weights_digest() else None
+    if found["checkpoint"].get("weights") != step.weights_digest():
+        return None
+    return {**found, "folder": str(step.hf_folder)}
 
 
-def export_rows(step: Step) -> list[tuple[str, str]]:
+def export_rows(subject: Subject) -> list[tuple[str, str]]:
     """The export's facts as (label, value)."""
-    facts = export_facts(step)
-    if facts is None:
+    found = export_facts(subject)
+    if found is None:
         return []
-    proof, settings = facts["proof"], facts["settings"]
+    proof, settings = found["proof"], found["settings"]
     rows = [
-        ("Folder", str(step.hf_folder)),
+        ("Folder", found["folder"]),
         ("Format", f"{settings['format']}, {settings['dtype']}"),
         ("Compared on", proof["tokens"]),
     ]
@@ -208,17 +232,20 @@ def export_rows(step: Step) -> list[tuple[str, str]]:
     return rows
 
 
-def _versions(step: Step) -> list[tuple[str, str]]:
-    rows = [(f"{name} (training)", str(value)) for name, value in step.meta["versions"].items()]
+def _versions(subject: Subject) -> list[tuple[str, str]]:
+    rows = []
+    if isinstance(subject, NativeSubject):
+        trained = subject.checkpoint.meta["versions"].items()
+        rows += [(f"{name} (training)", str(value)) for name, value in trained]
     rows += [
         (f"{name} (this report)", value)
-        for name, value in results.run_facts(step)["versions"].items()
+        for name, value in results.run_facts(subject)["versions"].items()
     ]
     return rows
 
 
 def meaning(
-    step: Step, perplexity: Mapping[str, Any] | None, needle: Mapping[str, Any] | None
+    subject: Subject, perplexity: Mapping[str, Any] | None, needle: Mapping[str, Any] | None
 ) -> list[str]:
     """What the results show and what they do not, a sentence or two each."""
     lines = []
@@ -233,52 +260,54 @@ def meaning(
     else:
         lines.append("Retrieval has not been measured.")
     lines.append(
-        f"All numbers are of one model of {_num_parameters(step):,} parameters, one seed and the "
+        f"All numbers are of one model of {subject.num_parameters:,} parameters, one seed and the "
         "corpora named above. Larger models, other text or other seeds can behave differently; "
         "intervals cover the choice of documents and prompts, not the choice of seed."
     )
     return lines
 
 
-def summary_lines(step: Step) -> list[str]:
+def summary_lines(subject: Subject) -> list[str]:
     """The report in a few terminal lines; parts not made yet name their command."""
-    perplexity, needle = results.stored(step, "perplexity"), results.stored(step, "needle")
-    lines = [f"{step.run_folder}, step {step.step:,}: {_num_parameters(step):,} parameters, "
-             f"training length {step.config.train.sequence_length:,}", ""]  # fmt: skip
+    perplexity, needle = results.stored(subject, "perplexity"), results.stored(subject, "needle")
+    which = "" if subject.step is None else f", step {subject.step:,}"
+    lines = [f"{subject.argument}{which}: {subject.num_parameters:,} parameters, "
+             f"training length {subject.training_length:,}", ""]  # fmt: skip
     lines += perplexity_lines(perplexity) if perplexity else [
-        f"perplexity: not measured yet: {commands(step)['perplexity']}"
+        f"perplexity: not measured yet: {commands(subject)['perplexity']}"
     ]  # fmt: skip
     lines.append("")
     lines += needle_lines(needle) if needle else [
-        f"needle: not measured yet: {commands(step)['needle']}"
+        f"needle: not measured yet: {commands(subject)['needle']}"
     ]  # fmt: skip
     lines.append("")
-    if step.config.model.position == "alibi":
-        horizon = results.stored(step, "horizon")
+    if subject.model is not None and subject.model.position == "alibi":
+        horizon = results.stored(subject, "horizon")
         lines += horizon_lines(horizon) if horizon else [
-            f"horizon: not measured yet: {commands(step)['horizon']}"
+            f"horizon: not measured yet: {commands(subject)['horizon']}"
         ]  # fmt: skip
         lines.append("")
-    lines += _export_lines(step)
+    if isinstance(subject, NativeSubject):
+        lines += _export_lines(subject)
     lines += ["", "What this does and does not show:"]
-    lines += [f"  - {line}" for line in meaning(step, perplexity, needle)]
-    report = step.evals_folder / REPORT
+    lines += [f"  - {line}" for line in meaning(subject, perplexity, needle)]
+    report = subject.evals_folder / REPORT
     lines.append("")
     lines.append(f"report: {report}" if report.is_file() else
-                 f"report: not written yet: alibi-lm report {step.run_folder}")  # fmt: skip
+                 f"report: not written yet: {commands(subject)['report']}")  # fmt: skip
     return lines
 
 
-def _export_lines(step: Step) -> list[str]:
-    facts = export_facts(step)
-    if facts is None:
-        return [f"export: not made yet: {commands(step)['export']}"]
+def _export_lines(subject: Subject) -> list[str]:
+    found = export_facts(subject)
+    if found is None:
+        return [f"export: not made yet: {commands(subject)['export']}"]
     differences = ", ".join(
         f"{row['max_difference']:.1e} at {row['length']:,} tokens"
-        for row in facts["proof"]["logits"]
+        for row in found["proof"]["logits"]
     )
     return [
-        f"export: {step.hf_folder}",
+        f"export: {found['folder']}",
         f"  largest logit difference to transformers {differences}; "
-        f"{facts['proof']['greedy_tokens_equal']} greedy tokens equal",
+        f"{found['proof']['greedy_tokens_equal']} greedy tokens equal",
     ]

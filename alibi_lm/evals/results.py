@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from alibi_lm import settings
 from alibi_lm.console import console
@@ -14,10 +14,8 @@ from alibi_lm.data.indexed import TokenFile
 from alibi_lm.data.manifest import check_tokenizer
 from alibi_lm.errors import ConfigError, DataError, Problem
 from alibi_lm.evals.config import HorizonConfig, NeedleConfig, PerplexityConfig
+from alibi_lm.evals.subject import Subject
 from alibi_lm.files import write_json
-
-if TYPE_CHECKING:
-    from alibi_lm.checkpoint.step import Step
 
 DEFAULT_MULTIPLES = (0.5, 1, 2, 4, 8, 16)
 
@@ -31,14 +29,14 @@ def default_lengths(training_length: int) -> list[int]:
     return sorted({max(1, int(multiple * training_length)) for multiple in DEFAULT_MULTIPLES})
 
 
-def chosen_lengths(step: Step, config: LengthSettings) -> list[int]:
+def chosen_lengths(subject: Subject, config: LengthSettings) -> list[int]:
     """The configured lengths or the default ones, ascending.
 
     Raises:
         ConfigError: a length is beyond the position table of a model with learned positions.
     """
-    lengths = sorted(config.lengths or default_lengths(step.config.train.sequence_length))
-    largest = step.config.model.max_positions
+    lengths = sorted(config.lengths or default_lengths(subject.training_length))
+    largest = subject.longest_input
     if largest is None:
         return lengths
     if config.lengths is None:
@@ -53,18 +51,18 @@ def chosen_lengths(step: Step, config: LengthSettings) -> list[int]:
     return lengths
 
 
-def open_corpora(step: Step, config: Settings) -> list[TokenFile]:
+def open_corpora(subject: Subject, config: Settings) -> list[TokenFile]:
     """The token files that an eval reads.
 
     Raises:
         DataError: there are none, one cannot be read, or it was made with another tokenizer.
     """
-    prefixes = [config.corpus] if config.corpus else step.config.data.validation
+    prefixes = [config.corpus] if config.corpus else subject.validation
     if not prefixes:
         rule = "the run names no validation corpus"
         fix = "set corpus=PREFIX, the path of token files without .bin"
         raise DataError(Problem("data.validation", None, rule, fix))
-    tokenizer = step.tokenizer()
+    tokenizer = subject.tokenizer()
     if tokenizer is not None:
         for prefix in prefixes:
             check_tokenizer(prefix, tokenizer)
@@ -84,39 +82,40 @@ def corpus_facts(files: Sequence[TokenFile]) -> list[dict[str, Any]]:
     ]
 
 
-def run_facts(step: Step) -> dict[str, Any]:
+def run_facts(subject: Subject) -> dict[str, Any]:
     """Run, step and versions, as every result names them."""
     return {
-        "run": str(step.run_folder),
-        "step": step.step,
-        "training_length": step.config.train.sequence_length,
+        "run": subject.argument,
+        "step": subject.step,
+        "training_length": subject.training_length,
         "versions": {name: version(name) for name in ("alibi_lm", "torch")},
     }
 
 
-def inputs_of(step: Step, config: Settings, files: Sequence[TokenFile]) -> dict[str, Any]:
+def inputs_of(subject: Subject, config: Settings, files: Sequence[TokenFile]) -> dict[str, Any]:
     """Everything a result depends on; equal inputs give an equal result."""
     return {
         "settings": settings.to_dict(config),
         "corpora": [file.digest for file in files],
-        "step": step.digest,
-        "versions": run_facts(step)["versions"],
+        "step": subject.digest,
+        "versions": run_facts(subject)["versions"],
+        **subject.settings,
     }
 
 
-def result_path(step: Step, name: str) -> Path:
+def result_path(subject: Subject, name: str) -> Path:
     """Where the result of eval `name` (perplexity, needle or horizon) is stored."""
-    return step.evals_folder / f"{name}.json"
+    return subject.evals_folder / f"{name}.json"
 
 
-def store(step: Step, name: str, result: dict[str, Any]) -> Path:
+def store(subject: Subject, name: str, result: dict[str, Any]) -> Path:
     """Atomically write a result and return its path.
 
     A result of other settings is not lost: it and its picture are kept under a name with a hash
     of those settings.
     """
-    path = result_path(step, name)
-    before = stored(step, name)
+    path = result_path(subject, name)
+    before = stored(subject, name)
     if before is not None and before["inputs"] != result.get("inputs"):
         kept = f"{name}_{settings.digest(before['inputs'])[:8]}"
         for old in (path, path.with_suffix(".png")):
@@ -127,53 +126,53 @@ def store(step: Step, name: str, result: dict[str, Any]) -> Path:
     return path
 
 
-def stored(step: Step, name: str) -> dict[str, Any] | None:
+def stored(subject: Subject, name: str) -> dict[str, Any] | None:
     """The stored result of eval `name` for this step's weights, whatever its settings, or None.
 
     A file that is not a result (cut short by something else than this program), or is of other
     weights under the same step number, counts as none.
     """
     try:
-        result = json.loads(result_path(step, name).read_text(encoding="utf-8"))
+        result = json.loads(result_path(subject, name).read_text(encoding="utf-8"))
     except (FileNotFoundError, UnicodeDecodeError, json.JSONDecodeError):
         return None
     if not isinstance(result, dict) or result.get("eval") != name:
         return None
-    return result if result.get("inputs", {}).get("step") == step.digest else None
+    return result if result.get("inputs", {}).get("step") == subject.digest else None
 
 
-def announce_finished(step: Step, name: str) -> None:
+def announce_finished(subject: Subject, name: str) -> None:
     """Say that an eval needs not be run again."""
-    path = result_path(step, name)
+    path = result_path(subject, name)
     console.say(f"{name}: done before with the same settings, {path} (--force runs it again)")
 
 
-def finished(step: Step, name: str, config: Settings) -> dict[str, Any] | None:
+def finished(subject: Subject, name: str, config: Settings) -> dict[str, Any] | None:
     """The stored result of eval `name` if it has the same settings, corpora, step and versions."""
-    result = stored(step, name)
+    result = stored(subject, name)
     if result is None:
         return None
-    same = result.get("inputs") == inputs_of(step, config, open_corpora(step, config))
+    same = result.get("inputs") == inputs_of(subject, config, open_corpora(subject, config))
     return result if same else None
 
 
 def once(
-    step: Step,
+    subject: Subject,
     name: str,
     config: SomeSettings,
-    run: Callable[[Step, SomeSettings], dict[str, Any]],
+    run: Callable[[Subject, SomeSettings], dict[str, Any]],
     table: Callable[[dict[str, Any]], Iterable[str]],
     *,
     force: bool,
 ) -> dict[str, Any]:
     """Run eval `name` unless it is done already, and say its result in the terminal."""
-    done = None if force else finished(step, name, config)
+    done = None if force else finished(subject, name, config)
     if done is not None:
-        announce_finished(step, name)
+        announce_finished(subject, name)
         return done
-    result: dict[str, Any] = run(step, config)
+    result: dict[str, Any] = run(subject, config)
     verdict = result["verdict"]
     for line in (*table(result), verdict["text"], verdict["caveat"]):
         console.say(line)
-    console.say(f"{name}: {result_path(step, name)}")
+    console.say(f"{name}: {result_path(subject, name)}")
     return result

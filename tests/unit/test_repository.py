@@ -46,10 +46,11 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "hf": ("config", "model", "data", "checkpoint"),
     "evals": ("config", "model", "data", "tasks", "checkpoint", "hf"),
     "train": ("config", "parallel", "model", "data", "checkpoint", "evals"),
+    "claims": ("config", "model", "data", "checkpoint", "evals", "train"),
     "plan": ("config", "parallel", "model", "data", "train"),
     "doctor": ("config", "model", "train"),
     "text": ("config", "model", "data", "checkpoint"),
-    "commands": ("text", "model", "data", "checkpoint", "hf"),
+    "commands": ("text", "model", "data", "checkpoint", "hf", "evals"),
     "cli": (
         "commands",
         "config",
@@ -61,6 +62,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "evals",
         "train",
         "plan",
+        "claims",
         "doctor",
     ),
     "__main__": ("cli",),
@@ -76,7 +78,7 @@ MAY_IMPORT_OF_BASE: dict[str, tuple[str, ...]] = {
     "settings": ("errors",),
     "locking": ("errors", "console"),
 }
-SECTIONS = re.compile(r"^(data|evals|model|parallel|train)\.config$")
+SECTIONS = re.compile(r"^(claims|data|evals|model|parallel|train)\.config$")
 """The packages' own config sections: below everything, they know of mistakes only."""
 
 TEXTS = re.compile(r"^tasks\.(passkey|recall|recall_pairs|statements)$")

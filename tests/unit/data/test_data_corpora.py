@@ -206,5 +206,6 @@ def test_fingerprint_follows_the_files(tmp_path: Path) -> None:
 
 def test_the_standard_library_is_found_on_every_machine() -> None:
     assert (Path(expand("${python:stdlib}")) / "argparse.py").is_file()
+    assert (Path(expand("${python:packages}/torch")) / "__init__.py").is_file()
     with pytest.raises(DataError, match=r"holds \$\{python:lib\}"):
         expand("${python:lib}/x")

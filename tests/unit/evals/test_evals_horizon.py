@@ -16,6 +16,7 @@ from alibi_lm.evals.config import HorizonConfig, PerplexityConfig
 from alibi_lm.evals.horizon import TrueReach, run_horizon
 from alibi_lm.evals.perplexity import run_perplexity
 from alibi_lm.evals.scorer import NativeScorer
+from alibi_lm.evals.subject import NativeSubject
 from alibi_lm.evals.suite import read_suite
 from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.decoder import Decoder
@@ -59,7 +60,7 @@ def test_equal_scores_have_the_reach_of_their_slope() -> None:
 
 
 def test_the_eval_stores_what_is_proven_and_what_is_true(step: Any) -> None:
-    result = run_horizon(step, HorizonConfig(num_tokens=6000, num_queries=20))
+    result = run_horizon(NativeSubject(step), HorizonConfig(num_tokens=6000, num_queries=20))
     assert len(result["rows"]) == 2 * 4
     for row in result["rows"]:
         assert row["true_median"] <= row["true_max"] <= row["certified_max"]
@@ -71,10 +72,10 @@ def test_the_eval_stores_what_is_proven_and_what_is_true(step: Any) -> None:
     steep = [row["certified_max"] for row in result["rows"] if row["head"] < 3]
     assert max(steep) < 1500
     assert result["composed"]["true"] <= result["composed"]["certified"]
-    assert results.stored(step, "horizon") == result
+    assert results.stored(NativeSubject(step), "horizon") == result
     assert (step.evals_folder / "horizon.png").stat().st_size > 10_000
-    assert "through all layers" in "\n".join(report.summary_lines(step))
-    page = report.write_report(step).read_text(encoding="utf-8")
+    assert "through all layers" in "\n".join(report.summary_lines(NativeSubject(step)))
+    page = report.write_report(NativeSubject(step)).read_text(encoding="utf-8")
     assert "How far heads read" in page
     assert f"{result['rows'][0]['certified_max']:,}" in page
     assert result["verdict"]["text"] in page
@@ -82,14 +83,16 @@ def test_the_eval_stores_what_is_proven_and_what_is_true(step: Any) -> None:
 
 def test_evaluating_twice_measures_once(step: Any, capsys: pytest.CaptureFixture[str]) -> None:
     config = HorizonConfig(num_tokens=3000, num_queries=4)
-    first = horizon.evaluate(step, config)
+    first = horizon.evaluate(NativeSubject(step), config)
     assert "certified" in capsys.readouterr().out
-    assert horizon.evaluate(step, config) == first
+    assert horizon.evaluate(NativeSubject(step), config) == first
     assert "done before" in capsys.readouterr().out
 
 
 def test_a_short_reach_is_called_bounded(step: Any) -> None:
-    result = run_horizon(step, HorizonConfig(num_tokens=8000, num_queries=4, epsilon=1e-3))
+    result = run_horizon(
+        NativeSubject(step), HorizonConfig(num_tokens=8000, num_queries=4, epsilon=1e-3)
+    )
     assert result["verdict"]["word"] == "bounded"
     longest = max(row["certified_max"] for row in result["rows"])
     assert f"{longest:,} tokens back" in result["verdict"]["text"]
@@ -97,12 +100,12 @@ def test_a_short_reach_is_called_bounded(step: Any) -> None:
 
 def test_mistakes_are_named(tmp_path: Path, step: Any, corpus: Path) -> None:
     with pytest.raises(DataError, match="9,000 tokens"):
-        run_horizon(step, HorizonConfig(num_tokens=9000))
+        run_horizon(NativeSubject(step), HorizonConfig(num_tokens=9000))
     with pytest.raises(ConfigError, match=r"horizon\.num_tokens"):
-        run_horizon(step, HorizonConfig(num_tokens=500))
+        run_horizon(NativeSubject(step), HorizonConfig(num_tokens=500))
     rotary = fake_step(tmp_path, [corpus], fake_decoder=model(position="rotary"))
     with pytest.raises(ConfigError, match="rotary"):
-        run_horizon(rotary, HorizonConfig(num_tokens=3000))
+        run_horizon(NativeSubject(rotary), HorizonConfig(num_tokens=3000))
     with pytest.raises(ConfigError, match="epsilon"):
         read_suite(None, ["horizon.epsilon=0"])
     with pytest.raises(ConfigError, match=r"perplexity\.epsilon"):
@@ -138,7 +141,7 @@ def test_perplexity_says_its_epsilon_and_equals_the_dense_one(step: Any) -> None
     found = {}
     for epsilon in (None, 0.0):
         config = PerplexityConfig(lengths=[128, 3000], epsilon=epsilon)
-        found[epsilon] = run_perplexity(step, config)
+        found[epsilon] = run_perplexity(NativeSubject(step), config)
     assert found[None]["model"]["epsilon"] == DEFAULT_EPSILON
     assert found[0.0]["model"]["epsilon"] == 0
     values = [[row["perplexity"] for row in found[e]["rows"]] for e in (None, 0.0)]

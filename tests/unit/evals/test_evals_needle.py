@@ -17,6 +17,7 @@ from alibi_lm.evals.needle import run_needle
 from alibi_lm.evals.needle_prompts import LARGEST_WALK, NUM_CANDIDATES, PromptMaker, says
 from alibi_lm.evals.results import finished
 from alibi_lm.evals.scorer import NativeScorer
+from alibi_lm.evals.subject import NativeSubject
 from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.decoder import Decoder
 from alibi_lm.model.generation import generate
@@ -172,7 +173,7 @@ def grid(tmp_path: Path, tokenizer: Any, prefix: Path, scorer: Any, **settings: 
     step = fake_step(tmp_path, [prefix], length=512)
     step.fake_tokenizer = tokenizer
     config = NeedleConfig(**{"lengths": [256, 512, 2048], "num_trials": 20, **settings})
-    return run_needle(step, config, scorer)
+    return run_needle(NativeSubject(step), config, scorer)
 
 
 def test_an_oracle_that_copies_is_right_in_every_cell(
@@ -244,16 +245,16 @@ def test_default_lengths_without_room_are_left_out_with_a_warning(
     step = fake_step(tmp_path, [prefix], length=64)
     step.fake_tokenizer = tokenizer
     config = NeedleConfig(num_trials=1, depths=[0.5])
-    result = run_needle(step, config, CopyingScorer(context=8))
+    result = run_needle(NativeSubject(step), config, CopyingScorer(context=8))
     assert result["lengths"] == [64, 128, 256, 512, 1024]
     assert "needle.lengths = 32" in capsys.readouterr().err
-    assert finished(step, "needle", config) is not None
+    assert finished(NativeSubject(step), "needle", config) is not None
     assert (step.evals_folder / "needle.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_a_run_without_tokenizer_is_refused(tmp_path: Path, prefix: Path) -> None:
     with pytest.raises(DataError, match="no tokenizer"):
-        run_needle(fake_step(tmp_path, [prefix]), NeedleConfig(), CopyingScorer())
+        run_needle(NativeSubject(fake_step(tmp_path, [prefix])), NeedleConfig(), CopyingScorer())
 
 
 def test_native_answers_equal_whole_passes_and_the_generator() -> None:

@@ -15,6 +15,7 @@ from alibi_lm.evals.config import PerplexityConfig
 from alibi_lm.evals.null_model import draw, null_loss, null_perplexity
 from alibi_lm.evals.perplexity import run_perplexity
 from alibi_lm.evals.scorer import NativeScorer
+from alibi_lm.evals.subject import NativeSubject
 from alibi_lm.evals.verdicts import context_verdict
 from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.decoder import Decoder
@@ -54,7 +55,7 @@ def test_the_closed_form_is_the_loss_of_a_model_of_that_reach(tmp_path: Path) ->
 def measure(tmp_path: Path, documents: Any, scorer: Any, **settings: Any) -> dict[str, Any]:
     step = fake_step(tmp_path, [write_documents(tmp_path / "v", documents)], 32)
     defaults: dict[str, Any] = {"lengths": [32, 256], "null_targets": 5000}
-    return run_perplexity(step, PerplexityConfig(**defaults | settings), scorer)
+    return run_perplexity(NativeSubject(step), PerplexityConfig(**defaults | settings), scorer)
 
 
 def random_documents(count: int = 12, vocab_size: int = 50) -> list[list[int]]:

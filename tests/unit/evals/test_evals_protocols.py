@@ -19,6 +19,7 @@ from alibi_lm.evals.null_model import cut_losses, draw
 from alibi_lm.evals.perplexity import run_perplexity
 from alibi_lm.evals.protocols import target_losses, window_losses
 from alibi_lm.evals.scorer import NativeScorer
+from alibi_lm.evals.subject import NativeSubject
 from alibi_lm.evals.windows import (
     Window,
     fixed_target_windows,
@@ -156,7 +157,9 @@ def run(tmp_path: Path, dtype: torch.dtype = torch.float64, **settings: Any) -> 
     defaults: dict[str, Any] = {"lengths": [LENGTH, 32], "stride": 5, "fixed_targets": 6,
                                 "null_targets": 1000}  # fmt: skip
     return run_perplexity(
-        step, PerplexityConfig(**defaults | settings), NativeScorer(decoder().to(dtype))
+        NativeSubject(step),
+        PerplexityConfig(**defaults | settings),
+        NativeScorer(decoder().to(dtype)),
     )
 
 
@@ -238,7 +241,7 @@ def test_bits_per_byte_of_each_protocol(tmp_path: Path) -> None:
     step.fake_tokenizer = tokenizer
     ones = PlantedLosses(lambda t, p: torch.full(t.shape, math.log(2)))
     config = PerplexityConfig(lengths=[16, 32], stride=4, fixed_targets=8)
-    result = run_perplexity(step, config, ones)
+    result = run_perplexity(NativeSubject(step), config, ones)
     scored = [x for x in some if len(x) > 32]
     whole = sum(len(tokenizer.decode(x[1:]).encode()) for x in scored)
     tail = sum(len(tokenizer.decode(x[-8:]).encode()) for x in scored)
@@ -282,7 +285,7 @@ def test_a_document_of_131072_tokens_goes_through_every_protocol(tmp_path: Path)
     config = ModelConfig(num_layers=1, hidden_size=16, num_heads=2, vocab_size=50)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     result = run_perplexity(
-        step,
+        NativeSubject(step),
         PerplexityConfig(lengths=[1024, length - 1], stride=1024, fixed_targets=256),
         NativeScorer(Decoder(config)),
     )

@@ -21,6 +21,7 @@ from alibi_lm.evals.metrics import read_metrics
 from alibi_lm.evals.needle import run_needle
 from alibi_lm.evals.perplexity import run_perplexity
 from alibi_lm.evals.report import slope_rows, summary_lines, write_report
+from alibi_lm.evals.subject import NativeSubject
 from alibi_lm.evals.suite import read_suite
 from tests.unit.evals.evals_fakes import (
     EOS,
@@ -107,12 +108,12 @@ def test_full_report_stands_alone(step: Any) -> None:
     write_log(step.run_folder)
     planted = PlantedLosses(lambda t, p: 2 + t * 1e-4)
     protocols = PerplexityConfig(lengths=[64, 128, 512], stride=32, fixed_targets=16)
-    run_perplexity(step, protocols, planted)
+    run_perplexity(NativeSubject(step), protocols, planted)
     config = NeedleConfig(lengths=[128, 512], num_trials=10)
-    run_needle(step, config, CopyingScorer(context=8))
+    run_needle(NativeSubject(step), config, CopyingScorer(context=8))
     step.hf_folder.mkdir(parents=True)
     (step.hf_folder / "alibi_lm_export.json").write_text(json.dumps(EXPORT))
-    page = parsed(write_report(step))
+    page = parsed(write_report(NativeSubject(step)))
     assert page.tags.count("img") == 3
     assert all(re.match(r"data:", reference) for reference in page.references)
     assert "script" not in page.tags
@@ -138,10 +139,10 @@ def test_full_report_stands_alone(step: Any) -> None:
 
 
 def test_empty_report_names_the_commands(step: Any) -> None:
-    text = " ".join(parsed(write_report(step)).text)
+    text = " ".join(parsed(write_report(NativeSubject(step))).text)
     for command in ("alibi-lm eval perplexity", "alibi-lm eval needle", "alibi-lm export"):
         assert f"{command} {step.run_folder}" in text
-    lines = "\n".join(summary_lines(step))
+    lines = "\n".join(summary_lines(NativeSubject(step)))
     assert f"alibi-lm eval perplexity {step.run_folder}" in lines
     assert "report.html" in lines
 
@@ -149,39 +150,45 @@ def test_empty_report_names_the_commands(step: Any) -> None:
 def test_an_export_is_shown_where_it_is_of_this_step(step: Any) -> None:
     step.hf_folder.mkdir(parents=True)
     (step.hf_folder / "alibi_lm_export.json").write_text(json.dumps(EXPORT))
-    lines = "\n".join(summary_lines(step))
+    lines = "\n".join(summary_lines(NativeSubject(step)))
     assert "1.5e-05 at 128 tokens, 2.5e-05 at 512 tokens; 64 greedy tokens equal" in lines
     step.digest = "other"
-    assert "export: not made yet: alibi-lm export" in "\n".join(summary_lines(step))
+    assert "export: not made yet: alibi-lm export" in "\n".join(summary_lines(NativeSubject(step)))
 
 
 def test_results_of_other_weights_are_left_out(step: Any) -> None:
     planted = PlantedLosses(lambda t, p: torch.ones(t.shape))
-    run_perplexity(step, PerplexityConfig(lengths=[128]), planted)
-    assert "cannot tell" in " ".join(parsed(write_report(step)).text)
+    run_perplexity(NativeSubject(step), PerplexityConfig(lengths=[128]), planted)
+    assert "cannot tell" in " ".join(parsed(write_report(NativeSubject(step))).text)
     step.digest = "other"
-    assert "has not been measured" in " ".join(parsed(write_report(step)).text)
+    assert "has not been measured" in " ".join(parsed(write_report(NativeSubject(step))).text)
 
 
 def test_names_are_escaped(step: Any) -> None:
     step.config.data.corpora[0].prefix = "<script>alert(1)</script>"
-    page = parsed(write_report(step))
+    page = parsed(write_report(NativeSubject(step)))
     assert "script" not in page.tags
 
 
 def test_summary_shows_the_table_and_the_extremes(step: Any) -> None:
     run_perplexity(
-        step, PerplexityConfig(lengths=[64, 128, 512]), PlantedLosses(lambda t, p: 2 + t * 1e-4)
+        NativeSubject(step),
+        PerplexityConfig(lengths=[64, 128, 512]),
+        PlantedLosses(lambda t, p: 2 + t * 1e-4),
     )
-    run_needle(step, NeedleConfig(lengths=[128, 512], num_trials=10), CopyingScorer(200, context=8))
-    lines = summary_lines(step)
+    run_needle(
+        NativeSubject(step),
+        NeedleConfig(lengths=[128, 512], num_trials=10),
+        CopyingScorer(200, context=8),
+    )
+    lines = summary_lines(NativeSubject(step))
     table = [line.split() for line in lines if re.match(r"\s+\d+ ", line)]
     assert [row[0] for row in table] == ["64", "128", "512"]
     assert any("best cell   100%" in line for line in lines)
     assert any("worst cell" in line and "length 512" in line for line in lines)
     assert "report: not written yet: alibi-lm report" in lines[-1]
-    write_report(step)
-    assert summary_lines(step)[-1] == f"report: {step.evals_folder / 'report.html'}"
+    write_report(NativeSubject(step))
+    assert summary_lines(NativeSubject(step))[-1] == f"report: {step.evals_folder / 'report.html'}"
 
 
 def test_metrics_are_read_up_to_the_step_and_a_cut_line_is_left_out(tmp_path: Path) -> None:
@@ -203,25 +210,25 @@ def test_metrics_are_read_up_to_the_step_and_a_cut_line_is_left_out(tmp_path: Pa
 
 
 def test_slopes_have_their_horizon(step: Any) -> None:
-    rows = slope_rows(step)
+    rows = slope_rows(NativeSubject(step))
     assert [row["slope"] for row in rows] == [0.25, 0.0625, 0.015625, 0.00390625]
     for row in rows:
         assert np.exp(-row["slope"] * row["horizon"]) == pytest.approx(1e-3)
     step.config.model.position = "none"
-    assert slope_rows(step) == []
+    assert slope_rows(NativeSubject(step)) == []
 
 
 def test_evaluate_skips_what_is_done(
     step: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     scorer = PlantedLosses(lambda t, p: 2 + t * 1e-4)
-    monkeypatch.setattr("alibi_lm.evals.perplexity.native_scorer", lambda *_, **__: scorer)
-    monkeypatch.setattr("alibi_lm.evals.needle.native_scorer", lambda *_, **__: scorer)
+    monkeypatch.setattr(NativeSubject, "scorer", lambda *_, **__: scorer)
+    monkeypatch.setattr(NativeSubject, "scorer", lambda *_, **__: scorer)
     suite = read_suite(None, ["perplexity.lengths=[64,128,512]", "needle.lengths=[128]",
                               "needle.num_trials=2"])  # fmt: skip
     runs: list[tuple[Callable[..., dict[str, Any]], str]] = [
-        (partial(perplexity.evaluate, step, suite.perplexity), "Perplexity holds"),
-        (partial(needle.evaluate, step, suite.needle), "best cell"),
+        (partial(perplexity.evaluate, NativeSubject(step), suite.perplexity), "Perplexity holds"),
+        (partial(needle.evaluate, NativeSubject(step), suite.needle), "best cell"),
     ]
     for evaluate, words in runs:
         first = evaluate()
@@ -244,9 +251,9 @@ def test_every_suite_of_the_repository_loads() -> None:
 
 def test_a_result_of_other_settings_is_kept(step: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     scorer = PlantedLosses(lambda t, p: 2 + t * 1e-4)
-    monkeypatch.setattr("alibi_lm.evals.perplexity.native_scorer", lambda *_, **__: scorer)
+    monkeypatch.setattr(NativeSubject, "scorer", lambda *_, **__: scorer)
     for lengths in ([64, 128, 512], [64, 128]):
-        perplexity.evaluate(step, PerplexityConfig(lengths=lengths))
+        perplexity.evaluate(NativeSubject(step), PerplexityConfig(lengths=lengths))
     folder = step.evals_folder
     newest = json.loads((folder / "perplexity.json").read_text())
     (kept,) = folder.glob("perplexity_*.json")

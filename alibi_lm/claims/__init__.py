@@ -1,0 +1,1 @@
+"""The claims about linear biases, each put to models trained under equal budgets."""

@@ -1,0 +1,136 @@
+"""What a suite measures on each of its finished runs, kept beside the run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from alibi_lm.checkpoint.step import Step
+from alibi_lm.claims.config import GroupConfig
+from alibi_lm.claims.training import Member
+from alibi_lm.data.indexed import TokenFile
+from alibi_lm.evals import protocols
+from alibi_lm.evals.documents import choose_documents, target_bytes
+from alibi_lm.evals.null_model import cut_losses, draw
+from alibi_lm.evals.scorer import NativeScorer
+from alibi_lm.evals.windows import non_overlapping_windows
+from alibi_lm.files import write_json
+from alibi_lm.model.cache import Cache, LayerCache
+from alibi_lm.model.config import ModelConfig
+from alibi_lm.model.decoder import Decoder
+from alibi_lm.settings import build, to_dict
+
+EVIDENCE = "claims_evidence.json"
+BATCH_TOKENS = 16384
+SHIFTS = (1, 128, 1000)
+"""Positions by which a document is moved."""
+
+
+def measured(
+    member: Member, settings: GroupConfig, measure: Callable[[Step, GroupConfig], dict[str, Any]]
+) -> dict[str, Any]:
+    """What `measure` finds on a finished run, from the file of an earlier time where it fits."""
+    path = Path(member.folder) / EVIDENCE
+    step = member.checkpoint()
+    inputs = {
+        "step": step.digest,
+        "lengths": settings.lengths,
+        "num_trials": settings.num_trials,
+        "max_tokens": settings.max_tokens,
+        "null_targets": settings.null_targets,
+    }
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, json.JSONDecodeError):
+        stored = {}
+    if stored.get("inputs") == inputs:
+        return dict(stored)
+    found = {**measure(step, settings), "inputs": inputs, "tokens": step.meta["tokens"],
+             "num_parameters": step.decoder().num_parameters()}  # fmt: skip
+    write_json(path, found)
+    return dict(json.loads(path.read_text(encoding="utf-8")))
+
+
+def measure_text(step: Step, settings: GroupConfig) -> dict[str, Any]:
+    """Losses in non-overlapping windows of each length over the same targets, and what explains
+    them: the null model of reach L, a hard window of L in every layer, and a shift of positions.
+
+    Losses are means in nats a token, computed in fp32.
+    """
+    lengths, trained = sorted(settings.lengths), step.config.train.sequence_length
+    files = [TokenFile(prefix) for prefix in step.config.data.validation]
+    documents = choose_documents(files, lengths[-1], settings.max_tokens).tokens
+    scorer = NativeScorer(step.decoder())
+    windows = {length: non_overlapping_windows(documents, length) for length in lengths}
+    losses = {}
+    for length in tqdm(lengths, desc=str(step.run_folder), disable=None):
+        losses[length] = protocols.target_losses(
+            scorer, documents, windows[length], BATCH_TOKENS
+        )  # fmt: skip
+    targets = sum(len(document) - 1 for document in documents)
+    sizes = target_bytes(documents, step.tokenizer())
+    found: dict[str, Any] = {
+        "losses": {n: float(sum(x.sum() for x in own)) / targets for n, own in losses.items()},
+        "num_documents": len(documents),
+        "num_targets": targets,
+        "num_bytes": None if sizes is None else int(sizes.sum()),
+        "shift": shift_differences(step.decoder(), documents[0], trained),
+    }
+    sample = draw(documents, settings.null_targets, seed=0)
+    cut = cut_losses(scorer, documents, sample, trained, lengths, BATCH_TOKENS)
+    excess = {}
+    for length in lengths:
+        own = sample.of(losses[length])
+        beyond = sample.context(length) > trained
+        excess[length] = float(np.where(beyond, own - cut, 0.0).mean())
+    found["excess"] = excess
+    if step.config.model.position == "alibi":
+        model = build(ModelConfig, to_dict(step.config.model) | {"window": trained})
+        windowed = NativeScorer(step.decoder(model=model))
+        found["windowed"] = {
+            n: float(
+                protocols.document_sums(windowed, documents, windows[n], BATCH_TOKENS).sum()
+            ) / targets
+            for n in lengths if n > trained
+        }  # fmt: skip
+    return found
+
+
+class _ShiftedLayer(LayerCache):
+    """Holds nothing, but says that so many tokens came before."""
+
+    def __init__(self, shift: int) -> None:
+        super().__init__()
+        self.length = shift
+
+    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        return keys, values
+
+
+class _Shifted(Cache):
+    def __init__(self, num_layers: int, shift: int) -> None:
+        super().__init__(num_layers)
+        self.layers = [_ShiftedLayer(shift) for _ in range(num_layers)]
+
+
+@torch.inference_mode()
+def shift_differences(decoder: Decoder, document: np.ndarray, length: int) -> dict[int, float]:
+    """Largest change of a loss, in nats, when a document starts at a later position than 0.
+
+    The tokens are the same and so is what each may see: only their positions move.
+    """
+    tokens = torch.from_numpy(document[: length + 1].astype(np.int64))[None]
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    plain = decoder.losses(inputs, targets)
+    found = {}
+    for shift in SHIFTS:
+        moved = decoder.losses(inputs, targets, _Shifted(decoder.config.num_layers, shift))
+        found[shift] = float((moved - plain).abs().max())
+    return found
