@@ -53,6 +53,20 @@ def needle(subject: str, overrides: Sequence[str], suite: Path | None, force: bo
 @OVERRIDES
 @SUITE
 @FORCE
+def retrieval(subject: str, overrides: Sequence[str], suite: Path | None, force: bool) -> None:
+    """The passkey, associative recall and RULER's tasks, by length."""
+    from alibi_lm.evals.retrieval import evaluate
+    from alibi_lm.evals.subject import open_subject
+    from alibi_lm.evals.suite import read_suite
+
+    evaluate(open_subject(subject), read_suite(suite, overrides).retrieval, force=force)
+
+
+@eval_group.command()
+@SUBJECT
+@OVERRIDES
+@SUITE
+@FORCE
 def horizon(subject: str, overrides: Sequence[str], suite: Path | None, force: bool) -> None:
     """How far each head provably, and truly, reads; a model with linear biases."""
     from alibi_lm.evals.horizon import evaluate
@@ -60,6 +74,20 @@ def horizon(subject: str, overrides: Sequence[str], suite: Path | None, force: b
     from alibi_lm.evals.suite import read_suite
 
     evaluate(open_subject(subject), read_suite(suite, overrides).horizon, force=force)
+
+
+@eval_group.command()
+@SUBJECT
+@OVERRIDES
+@SUITE
+@FORCE
+def generalisation(subject: str, overrides: Sequence[str], suite: Path | None, force: bool) -> None:
+    """Copying, addition and sorting with more items than were trained."""
+    from alibi_lm.evals.generalisation import evaluate
+    from alibi_lm.evals.subject import open_subject
+    from alibi_lm.evals.suite import read_suite
+
+    evaluate(open_subject(subject), read_suite(suite, overrides).generalisation, force=force)
 
 
 @click.command()

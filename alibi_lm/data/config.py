@@ -44,8 +44,9 @@ class DataConfig:
                           "list at least one corpus with its prefix")  # fmt: skip
 
 
-GENERATED = ("recall",)
-"""Formats whose documents are made, not read."""
+GENERATED = {"recall": 1}
+"""Formats whose documents are made, not read, and the version of their making: raised by one when
+the same settings begin to give other documents."""
 
 
 @dataclass

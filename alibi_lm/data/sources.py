@@ -13,10 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from alibi_lm.data.config import SourceConfig
+from alibi_lm.data.config import GENERATED, SourceConfig
 from alibi_lm.errors import DataError, Problem
 from alibi_lm.settings import to_dict
-from alibi_lm.tasks import recall
 
 FOLDERS = {"${python:stdlib}": "stdlib", "${python:packages}": "purelib"}
 """What a path may start with, and the running Python's name of that folder."""
@@ -135,7 +134,7 @@ def fingerprint(source: SourceConfig) -> str:
     state = hashlib.sha256()
     if source.generated:
         settings = getattr(source, source.format)
-        state.update(repr((source.format, to_dict(settings), recall.VERSION)).encode())
+        state.update(repr((source.format, to_dict(settings), GENERATED[source.format])).encode())
     elif source.format == "hub":
         state.update(repr((source.paths, source.subset, source.split)).encode())
     else:

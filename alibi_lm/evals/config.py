@@ -7,6 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from alibi_lm.errors import Problem
+from alibi_lm.tasks.config import TASKS, TaskSizes
+
+MAX_DISTRACTORS = 100
+RULER_THRESHOLD = 85.6
 
 
 @dataclass
@@ -63,6 +67,8 @@ class NeedleConfig:
     """Where the needle lies, as shares of the length."""
     num_trials: int = 10
     """Prompts a cell."""
+    num_distractors: int = 0
+    """Lines of the needle's kind, with other keys and numbers, in every haystack."""
     corpus: str | None = None
     """Prefix of the token files that the haystack is cut from."""
     batch_tokens: int = 16384
@@ -78,6 +84,9 @@ class NeedleConfig:
         """The rules of this section that are broken."""
         yield from _length_problems(self.lengths, f"{key}lengths")
         yield from _positive_problems(self, key, ("num_trials", "batch_tokens"))
+        if not 0 <= self.num_distractors <= MAX_DISTRACTORS:
+            rule = f"is not 0 to {MAX_DISTRACTORS}"
+            yield Problem(f"{key}num_distractors", self.num_distractors, rule, "give fewer")
         if self.seed < 0:
             yield Problem(f"{key}seed", self.seed, "is negative", "give 0 or more")
         if not self.depths:
@@ -87,6 +96,62 @@ class NeedleConfig:
                 yield Problem(f"{key}depths", depth, "is not a share", "give 0 to 1")
         if len(set(self.depths)) != len(self.depths):
             yield Problem(f"{key}depths", self.depths, "names a depth twice", "name it once")
+
+
+@dataclass
+class RetrievalConfig:
+    """Retrieval tasks by length: the passkey, associative recall and RULER's."""
+
+    tasks: list[str] | None = None
+    """Which of passkey, mqar, niah_single_1 to _3, niah_multikey_1 to _3, niah_multivalue,
+    niah_multiquery, vt, cwe, fwe, qa_1, qa_2; by default all, qa_1 and qa_2 as far as there are
+    files for them."""
+    lengths: list[int] | None = None
+    """Prompt lengths in tokens, the answer's room included; by default 1/2, 1, 2, 4, 8, 16 times
+    the training length. A task that does not fit a default length is left out there."""
+    num_trials: int = 10
+    """Prompts a task and length (for the passkey: and distance); half as many controls."""
+    threshold: float = RULER_THRESHOLD
+    """Average score in percent from which a length counts as effective: RULER's is Llama2-7B's at
+    4096."""
+    qa_files: list[str] = field(default_factory=list)
+    """JSON lines files for qa_1 and qa_2: question, answers, context or documents."""
+    sizes: TaskSizes = field(default_factory=TaskSizes)
+    """Sizes of the tasks; by default RULER's own."""
+    corpus: str | None = None
+    """Prefix of the token files that haystacks are cut from."""
+    batch_tokens: int = 16384
+    """Tokens put through the model at once."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Arithmetic of the model."""
+    seed: int = 0
+    """Seed of prompts."""
+    scaling: dict[str, Any] | None = None
+    """`model.scaling` to answer with, instead of the run's; the same factor at every length."""
+
+    def problems(self, key: str) -> Iterator[Problem]:
+        """The rules of this section that are broken."""
+        yield from _length_problems(self.lengths, f"{key}lengths")
+        yield from _positive_problems(self, key, ("num_trials", "batch_tokens"))
+        if self.seed < 0:
+            yield Problem(f"{key}seed", self.seed, "is negative", "give 0 or more")
+        if not 0 < self.threshold <= 100:
+            rule = "is not a percentage"
+            yield Problem(f"{key}threshold", self.threshold, rule, f"give {RULER_THRESHOLD}")
+        if len(self.qa_files) > 2:
+            yield Problem(f"{key}qa_files", self.qa_files, "are more than two", "give one or two")
+        if self.tasks is None:
+            return
+        if not self.tasks:
+            yield Problem(f"{key}tasks", self.tasks, "is empty", "give for example [passkey]")
+        if len(set(self.tasks)) != len(self.tasks):
+            yield Problem(f"{key}tasks", self.tasks, "names a task twice", "name it once")
+        for task in self.tasks:
+            if task not in TASKS:
+                fix = f"give some of {', '.join(TASKS)}"
+                yield Problem(f"{key}tasks", task, "is no task", fix)
+            elif task.startswith("qa_") and len(self.qa_files) < int(task[-1]):
+                yield Problem(f"{key}tasks", task, "has no file", f"set {key}qa_files")
 
 
 @dataclass
@@ -162,15 +227,15 @@ class SuiteConfig:
     """Settings of `alibi-lm eval perplexity`."""
     needle: NeedleConfig = field(default_factory=NeedleConfig)
     """Settings of `alibi-lm eval needle`."""
+    retrieval: RetrievalConfig = field(default_factory=RetrievalConfig)
+    """Settings of `alibi-lm eval retrieval`."""
     horizon: HorizonConfig = field(default_factory=HorizonConfig)
     """Settings of `alibi-lm eval horizon`."""
     generalisation: GeneralisationConfig = field(default_factory=GeneralisationConfig)
     """Settings of `alibi-lm eval generalisation`."""
 
 
-def _length_problems(
-    lengths: list[int] | None, key: str, unit: str = "token"
-) -> Iterator[Problem]:
+def _length_problems(lengths: list[int] | None, key: str, unit: str = "token") -> Iterator[Problem]:
     if lengths is None:
         return
     if not lengths:

@@ -198,7 +198,7 @@ def run_generalisation(
         "model": scorer.describe(),
         "seconds": round(time.perf_counter() - started, 3),
         "cells": cells,
-        "inputs": results.inputs_of(subject, config, []),
+        "inputs": results.inputs_of(subject, config, results.open_corpora(subject, config)),
     }
     result["verdict"] = verdict(result)
     path = results.store(subject, NAME, result)

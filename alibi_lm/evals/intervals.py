@@ -14,10 +14,12 @@ BOOTSTRAP_SAMPLES = 2000
 Interval = tuple[float, float]
 
 
-def wilson(successes: int, trials: int, confidence: float = CONFIDENCE) -> Interval:
+def wilson(successes: float, trials: int, confidence: float = CONFIDENCE) -> Interval:
     """Wilson's score interval for a share (E. B. Wilson, 1927), without continuity correction.
 
     Unlike the normal interval it stays within [0, 1] and is not empty at 0 or `trials` successes.
+    For a sum of scores in [0, 1] it is wide rather than narrow: no score of that mean varies more
+    than right or wrong does.
     """
     if not 0 <= successes <= trials or trials < 1:
         raise ValueError(f"{successes} of {trials} is not a share")
@@ -29,6 +31,19 @@ def wilson(successes: int, trials: int, confidence: float = CONFIDENCE) -> Inter
     low = 0.0 if successes == 0 else shrunk - half
     high = 1.0 if successes == trials else shrunk + half
     return low, high
+
+
+def surely_more(
+    first: tuple[float, int], second: tuple[float, int], confidence: float = CONFIDENCE
+) -> bool:
+    """Whether the first share is larger, by Newcombe's interval of a difference (1998, method 10).
+
+    Args:
+        first, second: successes and trials.
+    """
+    (low, _), (_, high) = wilson(*first, confidence), wilson(*second, confidence)
+    one, other = first[0] / first[1], second[0] / second[1]
+    return one - other > math.hypot(one - low, high - other)
 
 
 @dataclass(frozen=True)

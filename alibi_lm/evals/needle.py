@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,8 +17,10 @@ from alibi_lm.data.tokenizer import Tokenizer
 from alibi_lm.errors import ConfigError, DataError, Problem
 from alibi_lm.evals import plots, results
 from alibi_lm.evals.config import NeedleConfig
+from alibi_lm.evals.distances import Bin, distance_bin
 from alibi_lm.evals.intervals import as_list, wilson
 from alibi_lm.evals.needle_prompts import NUM_CANDIDATES, PromptMaker, Trial, says
+from alibi_lm.evals.retrieval_plots import needle_distance_figure
 from alibi_lm.evals.scorer import Answers, Scorer
 from alibi_lm.evals.subject import Subject
 from alibi_lm.evals.tables import needle_lines
@@ -82,8 +84,11 @@ def _score(correct: int, trials: int) -> dict[str, Any]:
 class Grid:
     """Counts of a whole grid."""
 
-    cells: dict[tuple[int, float], Tally]
-    controls: dict[int, Tally]
+    training_length: int
+    cells: dict[tuple[int, float], Tally] = field(default_factory=lambda: defaultdict(Tally))
+    controls: dict[int, Tally] = field(default_factory=lambda: defaultdict(Tally))
+    bins: dict[Bin, Tally] = field(default_factory=lambda: defaultdict(Tally))
+    """By the distance of the needle from the end of the prompt."""
     num_placed_exactly: int = 0
     """Needles put inside a line, because no line ended near."""
     largest_walk: int = 0
@@ -113,10 +118,10 @@ def usable_lengths(maker: PromptMaker, lengths: list[int], asked_for: bool) -> l
 
 def score_grid(
     scorer: Scorer, maker: PromptMaker, tokenizer: Tokenizer, lengths: Sequence[int],
-    config: NeedleConfig,
+    config: NeedleConfig, training_length: int,
 ) -> Grid:  # fmt: skip
     """Put every prompt of the grid, and every control, to the model."""
-    grid = Grid(defaultdict(Tally), defaultdict(Tally))
+    grid = Grid(training_length)
     per_trial = len(config.depths) + 1
     total = sum(lengths) * config.num_trials * per_trial
     with tqdm(total=total, unit="tok", unit_scale=True, desc=NAME, disable=None) as bar:
@@ -168,6 +173,8 @@ def _count(
             grid.controls[length].add(ranked, generated)
             continue
         grid.cells[length, depth].add(ranked, generated)
+        reach = distance_bin(trial.distance(depth), grid.training_length)
+        grid.bins[reach].add(ranked, generated)
         position, at_line_end = trial.place(depth)
         grid.num_placed_exactly += not at_line_end
         grid.largest_walk = max(grid.largest_walk, round(depth * trial.room) - position)
@@ -200,12 +207,12 @@ def run_needle(
         fix = "set data.tokenizer in the run's config"
         raise DataError(Problem(subject.argument, None, rule, fix))
     files = results.open_corpora(subject, config)
-    maker = PromptMaker(tokenizer, files, config.seed)
+    maker = PromptMaker(tokenizer, files, config.seed, config.num_distractors)
     chosen = results.chosen_lengths(subject, config)
     lengths = usable_lengths(maker, chosen, config.lengths is not None)
     scorer = scorer or subject.scorer(config.precision, scaling=config.scaling)
     started = time.perf_counter()
-    grid = score_grid(scorer, maker, tokenizer, lengths, config)
+    grid = score_grid(scorer, maker, tokenizer, lengths, config, subject.training_length)
     seconds = time.perf_counter() - started
     example = maker.trial(lengths[0], 0)
     by_length = _by_length(grid, lengths, config.depths)
@@ -221,6 +228,7 @@ def run_needle(
         "seed": config.seed,
         "chance": 1 / NUM_CANDIDATES,
         "num_candidates": NUM_CANDIDATES,
+        "num_distractors": config.num_distractors,
         "num_answer_tokens": maker.num_answer_tokens,
         "needle": STATEMENT.format(key=example.key) + _answer_text(example) + END,
         "question": STATEMENT.format(key=example.key),
@@ -236,11 +244,16 @@ def run_needle(
         ],
         "by_length": by_length,
         "base": by_length[0],
+        "by_distance": [
+            {"above": low, "up_to": high, **tally.scores()}
+            for (low, high), tally in sorted(grid.bins.items())
+        ],
         "inputs": results.inputs_of(subject, config, files),
     }
     result["verdict"] = needle_verdict(result)
     path = results.store(subject, NAME, result)
     plots.save(plots.needle_figure(result), path.with_suffix(".png"))
+    plots.save(needle_distance_figure(result), path.with_name("needle_distance.png"))
     return result
 
 

@@ -2,36 +2,30 @@
 
 A prompt of length T asks for A answer tokens, so it has T - A tokens: the answer's room is part of
 the length. It reads: haystack, needle (a line that states a number), haystack, question (that line
-up to the number). No text is tokenised twice or joined before tokenising.
+up to the number). Distractors, lines of the needle's kind with other keys, are part of the
+haystack. No text is tokenised twice or joined before tokenising.
 """
 
 from __future__ import annotations
 
-import re
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
 from alibi_lm.data.indexed import TokenFile
 from alibi_lm.data.tokenizer import Tokenizer
 from alibi_lm.errors import ConfigError, DataError, Problem
+from alibi_lm.tasks.answers import Answer, answer_pool, numbers_in
+from alibi_lm.tasks.haystack import LARGEST_WALK, Haystack, line_ends, place
+from alibi_lm.tasks.metrics import says
+from alibi_lm.tasks.prompt import joined
 from alibi_lm.tasks.statements import ANSWER, END, KEYS, NUM_DIGITS, STATEMENT
 
 NUM_CANDIDATES = 10
-LARGEST_WALK = 256
-"""Tokens walked back to a line's end before a needle is put exactly where asked."""
 
-_POOL_DRAWS = 4000
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A number and its tokens."""
-
-    number: str
-    tokens: tuple[int, ...]
+__all__ = ["LARGEST_WALK", "NUM_CANDIDATES", "PromptMaker", "Trial", "says"]
 
 
 @dataclass(frozen=True)
@@ -49,6 +43,8 @@ class Trial:
     """Index of the answer among the candidates."""
     line_ends: np.ndarray
     """Ascending positions of the haystack at which a line is over."""
+    distractors: tuple[tuple[str, str], ...] = ()
+    """Keys and numbers of the lines of its kind in the haystack."""
 
     @property
     def room(self) -> int:
@@ -66,11 +62,12 @@ class Trial:
         The position is depth x room, walked back to the nearest end of a line; where none is
         within LARGEST_WALK tokens, it is taken exactly.
         """
-        asked = round(depth * self.room)
-        index = int(np.searchsorted(self.line_ends, asked, side="right")) - 1
-        if index >= 0 and asked - self.line_ends[index] <= LARGEST_WALK:
-            return int(self.line_ends[index]), True
-        return asked, False
+        return place(self.line_ends, round(depth * self.room))
+
+    def distance(self, depth: float) -> int:
+        """Tokens from the needle's start to the end of the prompt."""
+        position, _ = self.place(depth)
+        return len(self.needle) + self.room - position + len(self.question)
 
     def prompt(self, depth: float) -> np.ndarray:
         """The prompt with the needle at `depth`, `[length - answer tokens]`."""
@@ -90,12 +87,14 @@ class PromptMaker:
         DataError: the tokenizer cannot write enough numbers of one token length.
     """
 
-    def __init__(self, tokenizer: Tokenizer, files: Sequence[TokenFile], seed: int) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, files: Sequence[TokenFile], seed: int, num_distractors: int = 0
+    ) -> None:
         self._tokenizer = tokenizer
-        self._files = files
+        self._haystack = Haystack(tokenizer, files)
         self._seed = seed
-        self._text_of: dict[int, str] = {}
-        self._answers = _answer_pool(tokenizer, seed)
+        self._num_distractors = num_distractors
+        self._answers = answer_pool(tokenizer, seed, ANSWER, NUM_DIGITS, 2 * NUM_CANDIDATES)
         self._end = tokenizer.encode(END)
 
     @property
@@ -104,10 +103,11 @@ class PromptMaker:
         return len(self._answers[0].tokens)
 
     def shortest_length(self) -> int:
-        """The least length whose haystack is at least as long as needle and question."""
+        """The least length with a haystack as long as needle, distractors and question."""
         question = max(len(self._tokenizer.encode(STATEMENT.format(key=k))) for k in KEYS)
         needle = question + self.num_answer_tokens + len(self._end)
-        return 2 * (needle + question) + self.num_answer_tokens
+        lines = (1 + self._num_distractors) * needle
+        return 2 * (lines + question) + self.num_answer_tokens
 
     def check(self, lengths: Sequence[int]) -> None:
         """Refuse lengths that have no room for a needle, or more tokens than any corpus.
@@ -117,15 +117,12 @@ class PromptMaker:
         """
         problems = []
         shortest = self.shortest_length()
-        most = max((int(file.num_tokens) for file in self._files), default=0)
         for length in lengths:
             if length < shortest:
                 rule = f"needle, question and answer need at least {shortest} tokens"
                 problems.append(Problem("needle.lengths", length, rule, "leave it out"))
-            elif length > most:
-                names = ", ".join(str(file.prefix) for file in self._files)
-                rule = f"the longest haystack corpus ({names}) has {most:,} tokens"
-                problems.append(Problem("needle.lengths", length, rule, "leave it out"))
+            elif problem := self._haystack.problem("needle.lengths", length):
+                problems.append(problem)
         if problems:
             raise ConfigError(*problems)
 
@@ -136,98 +133,74 @@ class PromptMaker:
             DataError: the haystack already holds every key or too many of the numbers.
         """
         generator = np.random.default_rng([self._seed, length, index])
-        long_haystack = self._cut(generator, length)
-        texts = self._texts(long_haystack)
-        text = "".join(texts)
-        key = self._free_key(generator, text)
+        cut = self._haystack.cut(generator, length)
+        text = cut.text
+        keys = self._free_keys(generator, text)
         candidates = self._free_answers(generator, text)
-        truth = int(generator.integers(len(candidates)))
-        question = self._tokenizer.encode(STATEMENT.format(key=key))
-        needle = [*question, *candidates[truth].tokens, *self._end]
+        truth = int(generator.integers(NUM_CANDIDATES))
+        answer = candidates[truth]
+        others = [candidate for candidate in candidates if candidate is not answer]
+        question = self._tokenizer.encode(STATEMENT.format(key=keys[0]))
+        needle = [*question, *answer.tokens, *self._end]
+        distractors = list(zip(keys[1:], others, strict=False))
         size = length - self.num_answer_tokens - len(question)
-        haystack = long_haystack[:size]
-        ends = _line_ends(texts[: size - len(needle)])
+        haystack, ends = self._filled(generator, cut.tokens, cut.texts, distractors, size,
+                                      len(needle))  # fmt: skip
         return Trial(
             haystack=haystack,
             needle=np.array(needle, dtype=np.int64),
             question=np.array(question, dtype=np.int64),
-            key=key,
-            candidates=candidates,
+            key=keys[0],
+            candidates=candidates[:NUM_CANDIDATES],
             truth=truth,
             line_ends=ends,
+            distractors=tuple((key, other.number) for key, other in distractors),
         )
 
-    def _cut(self, generator: np.random.Generator, length: int) -> np.ndarray:
-        """`length` consecutive tokens from a random place of the corpora."""
-        places = np.array([max(0, int(f.num_tokens) - length + 1) for f in self._files])
-        place = int(generator.integers(places.sum()))
-        which = int(np.searchsorted(np.cumsum(places), place, side="right"))
-        start = place - int(places[:which].sum())
-        return self._files[which].read(start, start + length).astype(np.int64)
+    def _filled(
+        self, generator: np.random.Generator, tokens: np.ndarray, texts: list[str],
+        distractors: Sequence[tuple[str, Answer]], size: int, needle: int,
+    ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+        """A haystack of `size` tokens with the distractors, and the ends of its lines.
 
-    def _texts(self, tokens: np.ndarray) -> list[str]:
-        """The text of each token on its own."""
-        for token in np.unique(tokens).tolist():
-            if token not in self._text_of:
-                self._text_of[token] = self._tokenizer.decode([token])
-        return [self._text_of[token] for token in tokens.tolist()]
+        Distractors lie in what a prompt with a needle shows too, all but its last `needle` tokens.
+        """
+        if not distractors:
+            return tokens[:size], line_ends(texts[: size - needle])
+        lines = [
+            [*self._tokenizer.encode(STATEMENT.format(key=key)), *other.tokens, *self._end]
+            for key, other in distractors
+        ]
+        total = size - sum(map(len, lines))
+        shown = total - needle
+        ends = line_ends(texts[:shown])
+        spots = generator.integers(shown + 1, size=len(lines)).tolist()
+        places = sorted(place(ends, spot)[0] for spot in spots)
+        parts: list[np.ndarray | list[int]] = []
+        last = 0
+        for position, line in zip(places, lines, strict=True):
+            parts += [tokens[last:position], line]
+            last = position
+        haystack = joined([*parts, tokens[last:total]])
+        return haystack, line_ends(self._haystack.texts(haystack[: size - needle]))
 
-    def _free_key(self, generator: np.random.Generator, text: str) -> str:
-        for index in generator.permutation(len(KEYS)):
-            if KEYS[index] not in text:
-                return KEYS[index]
-        raise DataError(
-            Problem("needle", None, "a haystack holds every key", "choose another corpus")
-        )
+    def _free_keys(self, generator: np.random.Generator, text: str) -> list[str]:
+        """A key for the needle, and one for each distractor."""
+        count = 1 + self._num_distractors
+        order = (KEYS[i] for i in generator.permutation(len(KEYS)).tolist())
+        free = list(islice((key for key in order if key not in text), count))
+        if len(free) < count:
+            rule = f"a haystack leaves {len(free)} of the {count} keys needed"
+            raise DataError(Problem("needle", None, rule, "choose another corpus"))
+        return free
 
     def _free_answers(self, generator: np.random.Generator, text: str) -> list[Answer]:
-        taken = set(_numbers_in(text))
+        """The candidates, then numbers of further distractors."""
+        count = max(NUM_CANDIDATES, 1 + self._num_distractors)
+        taken = set(numbers_in(text, NUM_DIGITS))
         free = [answer for answer in self._answers if answer.number not in taken]
-        if len(free) < NUM_CANDIDATES:
+        if len(free) < count:
             rule = f"all but {len(free)} of {len(self._answers)} answers are in a haystack"
             raise DataError(Problem("needle", None, rule, "choose another corpus"))
-        chosen = generator.choice(len(free), size=NUM_CANDIDATES, replace=False)
+        chosen = generator.choice(len(free), size=count, replace=False)
         return [free[index] for index in chosen]
-
-
-def _numbers_in(text: str) -> Iterator[str]:
-    """Every run of NUM_DIGITS digits in a text, those inside longer runs included."""
-    for run in re.findall(rf"[0-9]{{{NUM_DIGITS},}}", text):
-        for start in range(len(run) - NUM_DIGITS + 1):
-            yield run[start : start + NUM_DIGITS]
-
-
-def _line_ends(texts: Sequence[str]) -> np.ndarray:
-    """Positions at which a line is over: the start, after a newline, before a token with one."""
-    ends = [0]
-    for position in range(1, len(texts) + 1):
-        before = texts[position - 1].endswith("\n")
-        after = position < len(texts) and texts[position].startswith("\n")
-        if before or after:
-            ends.append(position)
-    return np.array(ends)
-
-
-def _answer_pool(tokenizer: Tokenizer, seed: int) -> list[Answer]:
-    """Different numbers that take equally many tokens: the most common count is taken."""
-    generator = np.random.default_rng([seed, NUM_DIGITS])
-    low = 10 ** (NUM_DIGITS - 1)
-    drawn = low + generator.choice(9 * low, size=_POOL_DRAWS, replace=False)
-    answers = []
-    for number in map(str, drawn.tolist()):
-        tokens = tuple(tokenizer.encode(ANSWER.format(number=number)))
-        if tokenizer.decode(list(tokens)).strip() == number:
-            answers.append(Answer(number, tokens))
-    counts = Counter(len(answer.tokens) for answer in answers)
-    commonest = max(counts, key=lambda count: (counts[count], -count), default=0)
-    pool = [answer for answer in answers if len(answer.tokens) == commonest]
-    if len(pool) < 2 * NUM_CANDIDATES:
-        rule = f"writes only {len(pool)} of {_POOL_DRAWS} numbers in equally many tokens"
-        fix = "use a tokenizer with digits"
-        raise DataError(Problem("tokenizer", None, rule, fix))
-    return pool
-
-
-def says(text: str, number: str) -> bool:
-    """Whether generated text begins with the number, and with no longer one."""
-    return re.match(rf"\s*{number}(?![0-9])", text) is not None

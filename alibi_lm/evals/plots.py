@@ -39,7 +39,8 @@ def save(figure: Figure, path: Path) -> None:
         temporary.write_bytes(png(figure))
 
 
-def _axes(width: float, height: float) -> tuple[Figure, Axes]:
+def axes_of(width: float, height: float) -> tuple[Figure, Axes]:
+    """A figure of one pair of axes, in this project's style; inches."""
     figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
     axes = figure.subplots()
     _style(axes)
@@ -56,13 +57,14 @@ def _style(axes: Axes) -> None:
     axes.set_axisbelow(True)
 
 
-def _title(axes: Axes, text: str) -> None:
+def title(axes: Axes, text: str) -> None:
+    """Head a pair of axes."""
     axes.set_title(text, loc="left", fontsize=12, color=INK, fontweight="bold", pad=10)
 
 
 def loss_figure(metrics: Metrics) -> Figure:
     """Training loss, and validation loss by length where there is any, against steps."""
-    figure, axes = _axes(9, 4.2)
+    figure, axes = axes_of(9, 4.2)
     steps = [point.step for point in metrics.points]
     losses = [point.loss for point in metrics.points]
     smooth = _smooth(losses)
@@ -87,7 +89,7 @@ def loss_figure(metrics: Metrics) -> Figure:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     _limit_loss_axis(axes, losses)
     axes.legend(frameon=False, fontsize=10, labelcolor=INK)
-    _title(axes, "Loss")
+    title(axes, "Loss")
     return figure
 
 
@@ -116,7 +118,7 @@ def perplexity_figure(result: Mapping[str, Any]) -> Figure:
     perplexity itself is mostly the difference between documents, which all lengths share, and
     would hide the curve.
     """
-    figure, axes = _axes(9, 4.2)
+    figure, axes = axes_of(9, 4.2)
     rows = result["rows"]
     lengths = [row["length"] for row in rows]
     _band(axes, rows)
@@ -146,7 +148,7 @@ def perplexity_figure(result: Mapping[str, Any]) -> Figure:
     axes.set_xlabel("window length (tokens, log scale)", color=INK)
     axes.set_ylabel("perplexity", color=INK)
     axes.legend(frameon=False, fontsize=10, labelcolor=INK)
-    _title(axes, "Perplexity by window length, same tokens at every length")
+    title(axes, "Perplexity by window length, same tokens at every length")
     return figure
 
 
@@ -179,17 +181,17 @@ def needle_figure(result: Mapping[str, Any]) -> Figure:
         (right, "generation", "Greedy generation, exact (chance 0%)"),
     )
     images = []
-    for axes, score, title in panels:
+    for axes, score, heading in panels:
         grid = np.array([[rates[n, d][score]["rate"] for n in lengths] for d in depths])
         images.append(axes.imshow(grid, vmin=0, vmax=1, cmap="viridis", aspect="auto"))
-        _annotate(axes, grid)
+        annotate(axes, grid)
         axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
         axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
         axes.tick_params(colors=INK, labelsize=10, length=0)
         axes.spines[:].set_visible(False)
         axes.set_xlabel("prompt length (tokens)", color=INK)
-        _title(axes, title)
-        _mark_training_length(axes, lengths, result["training_length"])
+        title(axes, heading)
+        mark_training_length(axes, lengths, result["training_length"])
     left.set_ylabel("needle's depth", color=INK)
     bar = figure.colorbar(images[0], ax=[left, right], fraction=0.03, pad=0.01)
     bar.outline.set_visible(False)
@@ -198,13 +200,17 @@ def needle_figure(result: Mapping[str, Any]) -> Figure:
     return figure
 
 
-def _annotate(axes: Axes, grid: np.ndarray) -> None:
+def annotate(axes: Axes, grid: np.ndarray) -> None:
+    """Write every rate of a heatmap into its cell; not a number stays empty."""
     for (row, column), rate in np.ndenumerate(grid):
+        if np.isnan(rate):
+            continue
         color = "white" if rate < 0.65 else INK
         axes.text(column, row, f"{rate:.0%}", ha="center", va="center", fontsize=10, color=color)
 
 
-def _mark_training_length(axes: Axes, lengths: Sequence[int], training_length: int) -> None:
+def mark_training_length(axes: Axes, lengths: Sequence[int], training_length: int) -> None:
+    """Draw the training length between a heatmap's columns."""
     inside = sum(length <= training_length for length in lengths)
     if 0 < inside < len(lengths):
         axes.axvline(inside - 0.5, color="white", linewidth=6)
@@ -215,7 +221,7 @@ def _mark_training_length(axes: Axes, lengths: Sequence[int], training_length: i
 
 def horizon_figure(result: Mapping[str, Any]) -> Figure:
     """Certified and true reach of every head, the training length marked."""
-    figure, axes = _axes(9, 4.2)
+    figure, axes = axes_of(9, 4.2)
     slopes = result["slopes"]
     kinds = (("certified_max", BLUE, "certified", -0.15), ("true_max", SERIES[1], "true", 0.15))
     for key, color, label, shift in kinds:
@@ -239,5 +245,5 @@ def horizon_figure(result: Mapping[str, Any]) -> Figure:
     axes.set_xlabel("head, and its slope", color=INK)
     axes.set_ylabel("reach (tokens, log scale)", color=INK)
     axes.legend(frameon=False, fontsize=10, labelcolor=INK)
-    _title(axes, f"How far heads read, but for {result['epsilon']:g} of their probability")
+    title(axes, f"How far heads read, but for {result['epsilon']:g} of their probability")
     return figure

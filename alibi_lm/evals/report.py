@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import jinja2
 
-from alibi_lm.evals import plots, results
+from alibi_lm.evals import plots, results, retrieval_plots
 from alibi_lm.evals.metrics import Metrics, read_metrics
+from alibi_lm.evals.retrieval_table import effective_words
 from alibi_lm.evals.subject import NativeSubject, Subject
-from alibi_lm.evals.tables import horizon_lines, needle_lines, perplexity_lines
+from alibi_lm.evals.tables import horizon_lines, needle_lines, perplexity_lines, retrieval_lines
 from alibi_lm.files import write_text
 from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.scaling import head_slopes
@@ -29,8 +30,8 @@ EXPORT_FACTS = "alibi_lm_export.json"
 FADED = 1000.0
 """A head's horizon is where its bias alone divides a key's weight by this."""
 
-PROTOCOLS = ("sliding", "fixed_target", "null", "by_position")
-"""Parts of a perplexity result that are not in every one."""
+PROTOCOLS = ("sliding", "fixed_target", "null", "by_position", "by_distance", "num_distractors")
+"""Parts of a result that are not in every one."""
 TONES = {
     "yes": "good",
     "no": "open",
@@ -59,6 +60,7 @@ def write_report(subject: Subject) -> Path:
         metrics = read_metrics(subject.checkpoint.run_folder, subject.step)
     perplexity = results.stored(subject, "perplexity")
     needle = results.stored(subject, "needle")
+    retrieval = results.stored(subject, "retrieval")
     horizon = results.stored(subject, "horizon")
     pictures: dict[str, str] = {}
     if metrics is not None:
@@ -69,6 +71,12 @@ def write_report(subject: Subject) -> Path:
         )
     if needle is not None:
         pictures["needle"] = _picture(subject, "needle", plots.needle_figure(needle))
+        if needle.get("by_distance"):
+            figure = retrieval_plots.needle_distance_figure(needle)
+            pictures["needle_distance"] = _picture(subject, "needle_distance", figure)
+    if retrieval is not None:
+        for name, figure in retrieval_plots.figures(retrieval).items():
+            pictures[name] = _picture(subject, name, figure)
     if horizon is not None:
         pictures["horizon"] = _picture(subject, "horizon", plots.horizon_figure(horizon))
     page = _template().render(
@@ -79,10 +87,12 @@ def write_report(subject: Subject) -> Path:
         pictures=pictures,
         perplexity=_with_tone(perplexity),
         needle=_with_tone(needle),
+        retrieval=_with_tone(retrieval),
+        effective=effective_words(retrieval["table"]) if retrieval and retrieval["table"] else "",
         horizon=_with_tone(horizon),
         slopes=slope_rows(subject),
         export=export_rows(subject),
-        meaning=meaning(subject, perplexity, needle),
+        meaning=meaning(subject, perplexity, needle, retrieval),
         versions=_versions(subject),
         commands=commands(subject),
     )
@@ -119,6 +129,7 @@ def commands(subject: Subject) -> dict[str, str]:
     return {
         "perplexity": f"alibi-lm eval perplexity {name}",
         "needle": f"alibi-lm eval needle {name}",
+        "retrieval": f"alibi-lm eval retrieval {name}",
         "horizon": f"alibi-lm eval horizon {name}",
         "export": f"alibi-lm export {name}",
         "report": f"alibi-lm report {name}",
@@ -245,7 +256,10 @@ def _versions(subject: Subject) -> list[tuple[str, str]]:
 
 
 def meaning(
-    subject: Subject, perplexity: Mapping[str, Any] | None, needle: Mapping[str, Any] | None
+    subject: Subject,
+    perplexity: Mapping[str, Any] | None,
+    needle: Mapping[str, Any] | None,
+    retrieval: Mapping[str, Any] | None,
 ) -> list[str]:
     """What the results show and what they do not, a sentence or two each."""
     lines = []
@@ -257,7 +271,9 @@ def meaning(
         lines.append("Perplexity past the training length has not been measured.")
     if needle is not None:
         lines.append(f"{needle['verdict']['text']} {needle['verdict']['caveat']}")
-    else:
+    if retrieval is not None:
+        lines.append(f"{retrieval['verdict']['text']} {retrieval['verdict']['caveat']}")
+    if needle is None and retrieval is None:
         lines.append("Retrieval has not been measured.")
     lines.append(
         f"All numbers are of one model of {subject.num_parameters:,} parameters, one seed and the "
@@ -281,6 +297,11 @@ def summary_lines(subject: Subject) -> list[str]:
         f"needle: not measured yet: {commands(subject)['needle']}"
     ]  # fmt: skip
     lines.append("")
+    retrieval = results.stored(subject, "retrieval")
+    lines += retrieval_lines(retrieval) if retrieval else [
+        f"retrieval: not measured yet: {commands(subject)['retrieval']}"
+    ]  # fmt: skip
+    lines.append("")
     if subject.model is not None and subject.model.position == "alibi":
         horizon = results.stored(subject, "horizon")
         lines += horizon_lines(horizon) if horizon else [
@@ -290,7 +311,7 @@ def summary_lines(subject: Subject) -> list[str]:
     if isinstance(subject, NativeSubject):
         lines += _export_lines(subject)
     lines += ["", "What this does and does not show:"]
-    lines += [f"  - {line}" for line in meaning(subject, perplexity, needle)]
+    lines += [f"  - {line}" for line in meaning(subject, perplexity, needle, retrieval)]
     report = subject.evals_folder / REPORT
     lines.append("")
     lines.append(f"report: {report}" if report.is_file() else

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import version
@@ -13,15 +14,28 @@ from alibi_lm.console import console
 from alibi_lm.data.indexed import TokenFile
 from alibi_lm.data.manifest import check_tokenizer
 from alibi_lm.errors import ConfigError, DataError, Problem
-from alibi_lm.evals.config import HorizonConfig, NeedleConfig, PerplexityConfig
+from alibi_lm.evals.config import (
+    GeneralisationConfig,
+    HorizonConfig,
+    NeedleConfig,
+    PerplexityConfig,
+    RetrievalConfig,
+)
 from alibi_lm.evals.subject import Subject
 from alibi_lm.files import write_json
 
 DEFAULT_MULTIPLES = (0.5, 1, 2, 4, 8, 16)
 
-LengthSettings = PerplexityConfig | NeedleConfig
-Settings = LengthSettings | HorizonConfig
-SomeSettings = TypeVar("SomeSettings", PerplexityConfig, NeedleConfig, HorizonConfig)
+LengthSettings = PerplexityConfig | NeedleConfig | RetrievalConfig
+Settings = LengthSettings | HorizonConfig | GeneralisationConfig
+SomeSettings = TypeVar(
+    "SomeSettings",
+    PerplexityConfig,
+    NeedleConfig,
+    RetrievalConfig,
+    HorizonConfig,
+    GeneralisationConfig,
+)
 
 
 def default_lengths(training_length: int) -> list[int]:
@@ -52,11 +66,13 @@ def chosen_lengths(subject: Subject, config: LengthSettings) -> list[int]:
 
 
 def open_corpora(subject: Subject, config: Settings) -> list[TokenFile]:
-    """The token files that an eval reads.
+    """The token files that an eval reads; none where its problems are made.
 
     Raises:
         DataError: there are none, one cannot be read, or it was made with another tokenizer.
     """
+    if isinstance(config, GeneralisationConfig):
+        return []
     prefixes = [config.corpus] if config.corpus else subject.validation
     if not prefixes:
         rule = "the run names no validation corpus"
@@ -94,17 +110,31 @@ def run_facts(subject: Subject) -> dict[str, Any]:
 
 def inputs_of(subject: Subject, config: Settings, files: Sequence[TokenFile]) -> dict[str, Any]:
     """Everything a result depends on; equal inputs give an equal result."""
+    qa_files = config.qa_files if isinstance(config, RetrievalConfig) else []
     return {
         "settings": settings.to_dict(config),
         "corpora": [file.digest for file in files],
+        **({"qa_files": [_digest(Path(path)) for path in qa_files]} if qa_files else {}),
         "step": subject.digest,
         "versions": run_facts(subject)["versions"],
         **subject.settings,
     }
 
 
+def _digest(path: Path) -> str:
+    """SHA-256 of a file.
+
+    Raises:
+        DataError: there is none.
+    """
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except FileNotFoundError:
+        raise DataError(Problem(str(path), None, "no such file", "check the path")) from None
+
+
 def result_path(subject: Subject, name: str) -> Path:
-    """Where the result of eval `name` (perplexity, needle or horizon) is stored."""
+    """Where the result of eval `name` (perplexity, needle, retrieval or horizon) is stored."""
     return subject.evals_folder / f"{name}.json"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from alibi_lm.evals.retrieval_table import table_lines
 from alibi_lm.evals.verdicts import score_words
 from alibi_lm.model.long import DENSE_UP_TO
 
@@ -59,7 +60,36 @@ def needle_lines(result: Mapping[str, Any]) -> list[str]:
         f"  worst cell  {words(worst)}",
         f"  generation, best length {generated['length']:,}: "
         f"{score_words(generated['generation'])}",
+        *(
+            f"  more than {row['above']:,} and up to {row['up_to']:,} tokens back: "
+            f"{score_words(row['ranking'])} by ranking, {score_words(row['generation'])} by "
+            "generation"
+            for row in result.get("by_distance", [])
+        ),
     ]
+
+
+def retrieval_lines(result: Mapping[str, Any]) -> list[str]:
+    """Base scores, RULER's table, the passkey's reach and what each task says."""
+    lines = [f"{'task':>16}  {'shortest':>8}  generation, without the facts; ranking (chance)"]
+    chances = {task["name"]: task["chance"] for task in result["tasks"]}
+    for cell in result["base"]:
+        ranking = "-"
+        if cell["ranking"] is not None:
+            ranking = f"{score_words(cell['ranking'])} ({chances[cell['task']]:.0%})"
+        lines.append(
+            f"{cell['task']:>16}  {cell['length']:>8,}  {score_words(cell['score'])}, "
+            f"{score_words(cell['control']['score'])}; {ranking}"
+        )
+    if result["table"] is not None:
+        lines += ["RULER, scores in percent", *table_lines(result["table"])]
+        changed = [t["name"] for t in result["tasks"] if t["ruler"] and not t["published"]]
+        if changed:
+            lines.append(f"not of RULER's own sizes or texts: {', '.join(changed)}")
+    for row in result["passkey"]["k_max"] if result["passkey"] else []:
+        reach = "none" if row["k_max"] is None else f"{row['k_max']:,} tokens"
+        lines.append(f"passkey, length {row['length']:,}: k_max {reach}")
+    return lines + [verdict["text"] for verdict in result["verdicts"]]
 
 
 def horizon_lines(result: Mapping[str, Any]) -> list[str]:

@@ -191,14 +191,14 @@ def _beyond(
         text = f"Beyond it, not above chance at any length ({numbers})."
         return "fails beyond", text
     if lost:
-        text = (
-            f"Beyond it, above chance at {_lengths(above)} but not at {_lengths(lost)} ({numbers})."
-        )
+        kept, gone = lengths_words(above), lengths_words(lost)
+        text = f"Beyond it, above chance at {kept} but not at {gone} ({numbers})."
         return "fades", text
     if longest["ranking"]["interval"][1] < best["ranking"]["interval"][0]:
         return "fades", f"Beyond it, above chance at every length, but lower ({numbers})."
     return "holds", f"Beyond it, above chance at every length ({numbers})."
 
 
-def _lengths(lengths: Sequence[int]) -> str:
+def lengths_words(lengths: Sequence[int]) -> str:
+    """Lengths, for example `1,024, 2,048`."""
     return ", ".join(f"{length:,}" for length in lengths)

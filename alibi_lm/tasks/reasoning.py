@@ -25,8 +25,6 @@ from alibi_lm.errors import DataError, Problem
 TASKS = ("copy", "addition", "sort")
 END = "\n"
 """Ends a problem."""
-VERSION = 1
-"""Raised by one when the same settings begin to give other documents."""
 
 
 @dataclass(frozen=True)
@@ -91,10 +89,14 @@ class ReasoningMaker:
         problems = []
         for task in dict.fromkeys(tasks):
             # The most that a few of the longest problems take: items may differ in tokens.
-            longest = [question(task, lengths[1], np.random.default_rng([seed, i])) for i in range(8)]
+            longest = [
+                question(task, lengths[1], np.random.default_rng([seed, i])) for i in range(8)
+            ]
             size = max(map(self._size, longest))
             if size > self._room:
-                rule = f"has no room for {lengths[1]} items of task {task} ({size} tokens and an end)"
+                rule = (
+                    f"has no room for {lengths[1]} items of task {task} ({size} tokens and an end)"
+                )
                 problems.append(Problem("reasoning.max_tokens", max_tokens, rule, "raise it"))
         if problems:
             raise DataError(*problems)

@@ -20,9 +20,6 @@ from alibi_lm.errors import DataError, Problem
 from alibi_lm.tasks import passkey, recall_pairs, statements
 
 KINDS = ("statements", "passkey", "pairs")
-VERSION = 1
-"""Raised by one when the same settings begin to give other documents."""
-
 _MIN_FILLER = 2_000
 """Characters of text that filler is cut from at least."""
 

@@ -1,0 +1,8 @@
+"""RULER, passkey and recall: python evals/retrieval.py RUN [--suite YAML] [key=value ...]"""
+
+import sys
+
+from alibi_lm.cli import main
+
+if __name__ == "__main__":
+    main(["eval", "retrieval", *sys.argv[1:]])
