@@ -44,7 +44,7 @@ class DataConfig:
                           "list at least one corpus with its prefix")  # fmt: skip
 
 
-GENERATED = {"recall": 1}
+GENERATED = {"recall": 1, "reasoning": 1}
 """Formats whose documents are made, not read, and the version of their making: raised by one when
 the same settings begin to give other documents."""
 
@@ -86,6 +86,36 @@ class RecallConfig:
 
 
 @dataclass
+class ReasoningConfig:
+    """Synthetic problems of copying, addition and sorting, several a document."""
+
+    max_tokens: int
+    """Tokens of a document, its end included: the training length, so that a document is exactly
+    one training sample."""
+    tasks: list[Literal["copy", "addition", "sort"]] = field(
+        default_factory=lambda: ["copy", "addition", "sort"]
+    )
+    """What the problems are. One named twice comes twice as often."""
+    lengths: list[int] = field(default_factory=lambda: [1, 20])
+    """Fewest and most items of a problem."""
+    seed: int = 0
+    """Seed of everything that is drawn."""
+
+    def problems(self, key: str) -> Iterator[Problem]:
+        """The rules of this section that are broken."""
+        if self.max_tokens < 1:
+            yield Problem(f"{key}max_tokens", self.max_tokens, "is not positive",
+                          "give a positive number")  # fmt: skip
+        if not self.tasks:
+            yield Problem(f"{key}tasks", self.tasks, "is empty", "name at least one task")
+        if len(self.lengths) != 2 or not 1 <= self.lengths[0] <= self.lengths[-1]:
+            yield Problem(f"{key}lengths", self.lengths, "is not a range of at least 1 item",
+                          "give the fewest and the most, such as [1, 20]")  # fmt: skip
+        if self.seed < 0:
+            yield Problem(f"{key}seed", self.seed, "is negative", "give 0 or more")
+
+
+@dataclass
 class SourceConfig:
     """One corpus of a recipe: where its documents come from and which are kept."""
 
@@ -95,11 +125,13 @@ class SourceConfig:
     """Files, globs or folders; or the name of a dataset on the Hugging Face hub. A path that
     starts with ${python:stdlib} lies in the running Python's standard library, one that starts
     with ${python:packages} among its installed packages."""
-    format: Literal["text", "jsonl", "parquet", "arrow", "hub", "recall"] = "text"
+    format: Literal["text", "jsonl", "parquet", "arrow", "hub", "recall", "reasoning"] = "text"
     """How documents are stored; text is one document a file, jsonl may be compressed (.gz). Those
-    of recall are made, as many as max_documents says."""
+    of recall and reasoning are made, as many as max_documents says."""
     recall: RecallConfig | None = None
     """Which documents format: recall makes."""
+    reasoning: ReasoningConfig | None = None
+    """Which documents format: reasoning makes."""
     text_field: str = "text"
     """Field that holds the document (all formats but text)."""
     include: str = "*"

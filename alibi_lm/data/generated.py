@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 
-from alibi_lm.data.config import RecallConfig, RecipeConfig, SourceConfig
+from alibi_lm.data.config import ReasoningConfig, RecallConfig, RecipeConfig, SourceConfig
 from alibi_lm.data.corpora import Document, Reader
 from alibi_lm.data.tokenizer import Tokenizer
 from alibi_lm.tasks import passkey
+from alibi_lm.tasks.reasoning import ReasoningMaker
 from alibi_lm.tasks.recall import Filler, RecallMaker
 
 SAMPLE_DOCUMENTS = 500
@@ -17,6 +18,7 @@ SAMPLE_DOCUMENTS = 500
 _SENTENCES = " ".join(passkey.FILLER) + "\n"
 _BYTES_A_TOKEN = 4
 
+Encode = Callable[[str], list[int]]
 Maker = Callable[[int], tuple[str, ...]]
 """Document number i as pieces of text: a pure function of the recipe and i."""
 
@@ -29,11 +31,13 @@ def maker(
     Raises:
         DataError: its settings do not fit together, or its filler cannot be read.
     """
-    if source.recall is None:
-        return None
-    text = _filler(recipe, source.recall, long_validation)
-    filler = Filler(text, tokenizer.encode, tokenizer.decode)
-    return _recall(source.recall, filler, tokenizer.encode).document
+    if source.recall is not None:
+        text = _filler(recipe, source.recall, long_validation)
+        filler = Filler(text, tokenizer.encode, tokenizer.decode)
+        return _recall(source.recall, filler, tokenizer.encode)
+    if source.reasoning is not None:
+        return _reasoning(source.reasoning, tokenizer.encode)
+    return None
 
 
 def sample_documents(source: SourceConfig) -> Iterator[Document]:
@@ -41,17 +45,29 @@ def sample_documents(source: SourceConfig) -> Iterator[Document]:
 
     A byte counts as a token, so documents are made that many times larger.
     """
-    assert source.recall is not None
-    config = replace(source.recall, max_tokens=_BYTES_A_TOKEN * source.recall.max_tokens)
-    filler = Filler(100 * _SENTENCES, _bytes_of, _text_of)
-    make = _recall(config, filler, _bytes_of).document
+    make: Maker
+    if source.recall is not None:
+        filler = Filler(100 * _SENTENCES, _bytes_of, _text_of)
+        larger = replace(source.recall, max_tokens=_BYTES_A_TOKEN * source.recall.max_tokens)
+        make = _recall(larger, filler, _bytes_of)
+    else:
+        assert source.reasoning is not None
+        tokens = _BYTES_A_TOKEN * source.reasoning.max_tokens
+        make = _reasoning(replace(source.reasoning, max_tokens=tokens), _bytes_of)
     yield from islice(Reader(source, make=make), SAMPLE_DOCUMENTS)
 
 
-def _recall(
-    config: RecallConfig, filler: Filler, encode: Callable[[str], list[int]]
-) -> RecallMaker:
-    return RecallMaker(config.kinds, config.max_tokens, config.dense, config.seed, filler, encode)
+def _recall(config: RecallConfig, filler: Filler, encode: Encode) -> Maker:
+    return RecallMaker(
+        config.kinds, config.max_tokens, config.dense, config.seed, filler, encode
+    ).document
+
+
+def _reasoning(config: ReasoningConfig, encode: Encode) -> Maker:
+    fewest, most = config.lengths
+    return ReasoningMaker(
+        config.tasks, (fewest, most), config.max_tokens, config.seed, encode
+    ).document
 
 
 def _filler(recipe: RecipeConfig, config: RecallConfig, long_validation: set[str]) -> str:
