@@ -43,6 +43,7 @@ EVALS = {
     "perplexity": "Perplexity by length, over the same tokens at every length.",
     "needle": "Needle in a haystack, depth by length.",
     "retrieval": "The passkey, associative recall and RULER's tasks, by length.",
+    "generalisation": "Copying, addition and sorting with more items than were trained.",
     "horizon": "How far each head provably, and truly, reads; a model with linear biases.",
 }
 """The evals, by the module and the section of a suite that have their name."""
