@@ -17,8 +17,9 @@ from alibi_lm.claims.config import GroupConfig
 from alibi_lm.claims.training import Member
 from alibi_lm.data.indexed import TokenFile
 from alibi_lm.evals import protocols
-from alibi_lm.evals.config import RetrievalConfig
+from alibi_lm.evals.config import GeneralisationConfig, RetrievalConfig
 from alibi_lm.evals.documents import choose_documents, target_bytes
+from alibi_lm.evals.generalisation import make_trials, score_trials
 from alibi_lm.evals.null_model import cut_losses, draw
 from alibi_lm.evals.retrieval_scoring import score_all
 from alibi_lm.evals.scorer import NativeScorer, native_scorer
@@ -92,13 +93,13 @@ def measure_text(step: Step, settings: GroupConfig) -> dict[str, Any]:
     for length in lengths:
         own = sample.of(losses[length])
         beyond = sample.context(length) > trained
-        excess[length] = float(np.where(beyond, own - cut, 0.0).mean())
+        excess[str(length)] = float(np.where(beyond, own - cut, 0.0).mean())
     found["excess"] = excess
     if step.config.model.position == "alibi":
         model = build(ModelConfig, to_dict(step.config.model) | {"window": trained})
         windowed = NativeScorer(step.decoder(model=model))
         found["windowed"] = {
-            n: float(
+            str(n): float(
                 protocols.document_sums(windowed, documents, windows[n], BATCH_TOKENS).sum()
             ) / targets
             for n in lengths if n > trained
@@ -141,6 +142,21 @@ def measure_recall(step: Step, settings: GroupConfig) -> dict[str, Any]:
     return {"variants": found}
 
 
+def measure_generalisation(step: Step, settings: GroupConfig) -> dict[str, Any]:
+    """Exact answers to longer problems than were trained, by task and number of items."""
+    tokenizer = step.tokenizer()
+    assert tokenizer is not None
+    config = GeneralisationConfig(lengths=settings.lengths, num_trials=settings.num_trials)
+    scorer = native_scorer(step, "fp32")
+    cells = []
+    for task in config.tasks:
+        for items in sorted(settings.lengths):
+            trials = make_trials(tokenizer, task, items, config)
+            tally = score_trials(scorer, tokenizer, trials, config.batch_tokens)
+            cells.append(tally.cell(task, items))
+    return {"cells": cells, "trained_items": config.trained_items}
+
+
 class _ShiftedLayer(LayerCache):
     """Holds nothing, but says that so many tokens came before."""
 
@@ -177,5 +193,6 @@ def shift_differences(decoder: Decoder, document: np.ndarray, length: int) -> di
 MEASURES: dict[str, Callable[[Step, GroupConfig], dict[str, Any]]] = {
     "text": measure_text,
     "recall": measure_recall,
+    "generalisation": measure_generalisation,
 }
 """What is measured on the runs of each group."""

@@ -243,7 +243,7 @@ def test_evaluate_skips_what_is_done(
 
 
 def test_every_suite_of_the_repository_loads() -> None:
-    suites = sorted((Path(__file__).parents[3] / "evals").glob("**/*.yaml"))
+    suites = sorted((Path(__file__).parents[3] / "evals").glob("*.yaml"))
     assert suites
     for path in suites:
         read_suite(path)
