@@ -13,7 +13,7 @@ import click
 
 from alibi_lm import __version__
 from alibi_lm.commands.arguments import OVERRIDES, RUN
-from alibi_lm.commands.evals import eval_group, report
+from alibi_lm.commands.evals import compare, eval_group, report
 from alibi_lm.commands.exchange import export, import_command
 from alibi_lm.commands.generate import generate
 from alibi_lm.console import console
@@ -166,6 +166,7 @@ main.add_command(export)
 main.add_command(import_command)
 main.add_command(generate)
 main.add_command(report)
+main.add_command(compare)
 
 
 @main.group()

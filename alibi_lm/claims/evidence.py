@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,11 +19,11 @@ class Missing(LookupError):
 class Evidence:
     """Measurements by group and model, one a seed in the order of the suite's seeds."""
 
-    runs: dict[tuple[str, str], list[Mapping[str, Any]]]
-    cost: Mapping[str, Any] | None = None
+    runs: dict[tuple[str, str], list[dict[str, Any]]]
+    cost: dict[str, Any] | None = None
     training_lengths: dict[tuple[str, str], int] = field(default_factory=dict)
 
-    def of(self, group: str, model: str) -> list[Mapping[str, Any]]:
+    def of(self, group: str, model: str) -> list[dict[str, Any]]:
         """The measurements of a model.
 
         Raises:

@@ -17,11 +17,11 @@ from alibi_lm.claims.config import GroupConfig
 from alibi_lm.claims.training import Member
 from alibi_lm.data.indexed import TokenFile
 from alibi_lm.evals import protocols
-from alibi_lm.evals.config import NeedleConfig
+from alibi_lm.evals.config import GeneralisationConfig, RetrievalConfig
 from alibi_lm.evals.documents import choose_documents, target_bytes
-from alibi_lm.evals.needle import score_grid
-from alibi_lm.evals.needle_prompts import PromptMaker
+from alibi_lm.evals.generalisation import make_trials, score_trials
 from alibi_lm.evals.null_model import cut_losses, draw
+from alibi_lm.evals.retrieval_scoring import score_all
 from alibi_lm.evals.scorer import NativeScorer, native_scorer
 from alibi_lm.evals.windows import non_overlapping_windows
 from alibi_lm.files import write_json
@@ -29,6 +29,9 @@ from alibi_lm.model.cache import Cache, LayerCache
 from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.decoder import Decoder
 from alibi_lm.settings import build, to_dict
+from alibi_lm.tasks.config import TaskSizes
+from alibi_lm.tasks.passkey import Passkey
+from alibi_lm.tasks.prompt import Encoder
 
 EVIDENCE = "claims_evidence.json"
 BATCH_TOKENS = 16384
@@ -90,13 +93,13 @@ def measure_text(step: Step, settings: GroupConfig) -> dict[str, Any]:
     for length in lengths:
         own = sample.of(losses[length])
         beyond = sample.context(length) > trained
-        excess[length] = float(np.where(beyond, own - cut, 0.0).mean())
+        excess[str(length)] = float(np.where(beyond, own - cut, 0.0).mean())
     found["excess"] = excess
     if step.config.model.position == "alibi":
         model = build(ModelConfig, to_dict(step.config.model) | {"window": trained})
         windowed = NativeScorer(step.decoder(model=model))
         found["windowed"] = {
-            n: float(
+            str(n): float(
                 protocols.document_sums(windowed, documents, windows[n], BATCH_TOKENS).sum()
             ) / targets
             for n in lengths if n > trained
@@ -105,37 +108,53 @@ def measure_text(step: Step, settings: GroupConfig) -> dict[str, Any]:
 
 
 def measure_recall(step: Step, settings: GroupConfig) -> dict[str, Any]:
-    """Needles found at each length and distance; with linear biases, under scaled slopes too.
+    """Passkeys found at each length and distance; with linear biases, under scaled slopes too.
 
     The factor of the scaling is the longest length over the training length, at every length.
     """
     lengths, trained = sorted(settings.lengths), step.config.train.sequence_length
     tokenizer = step.tokenizer()
     assert tokenizer is not None
-    files = [TokenFile(prefix) for prefix in step.config.data.validation]
-    maker = PromptMaker(tokenizer, files, seed=0)
     variants: dict[str, dict[str, Any] | None] = {"plain": None}
     if step.config.model.position == "alibi" and lengths[-1] > trained:
         factor = lengths[-1] / trained
         variants |= {kind: {"kind": kind, "factor": factor} for kind in ("linear", "ntk")}
-    config = NeedleConfig(lengths=lengths, num_trials=settings.num_trials)
+    config = RetrievalConfig(
+        lengths=lengths, num_trials=settings.num_trials, sizes=TaskSizes(passkey_num_distances=8)
+    )
+    task = Passkey(Encoder(tokenizer), config.seed, config.sizes)
     found: dict[str, list[dict[str, Any]]] = {}
     for name, scaling in variants.items():
         scorer = native_scorer(step, "fp32", scaling=scaling)
-        found[name] = []
-        for length in lengths:
-            grid = score_grid(scorer, maker, tokenizer, [length], config, trained)
-            found[name] += [
-                {
-                    "length": length,
-                    "distance": high,
-                    "ranking": tally.ranked,
-                    "generation": tally.generated,
-                    "trials": tally.trials,
-                }
-                for (_, high), tally in sorted(grid.bins.items())
-            ]
+        found[name] = [
+            {
+                "length": length,
+                "distance": high,
+                "ranking": tally.ranked,
+                "generation": tally.whole,
+                "trials": tally.trials,
+            }
+            for length in lengths
+            for (_, (_, high)), tally in sorted(
+                score_all(scorer, tokenizer, [(task, length)], config, trained).bins.items()
+            )
+        ]
     return {"variants": found}
+
+
+def measure_generalisation(step: Step, settings: GroupConfig) -> dict[str, Any]:
+    """Exact answers to longer problems than were trained, by task and number of items."""
+    tokenizer = step.tokenizer()
+    assert tokenizer is not None
+    config = GeneralisationConfig(lengths=settings.lengths, num_trials=settings.num_trials)
+    scorer = native_scorer(step, "fp32")
+    cells = []
+    for task in config.tasks:
+        for items in sorted(settings.lengths):
+            trials = make_trials(tokenizer, task, items, config)
+            tally = score_trials(scorer, tokenizer, trials, config.batch_tokens)
+            cells.append(tally.cell(task, items))
+    return {"cells": cells, "trained_items": config.trained_items}
 
 
 class _ShiftedLayer(LayerCache):
@@ -174,5 +193,6 @@ def shift_differences(decoder: Decoder, document: np.ndarray, length: int) -> di
 MEASURES: dict[str, Callable[[Step, GroupConfig], dict[str, Any]]] = {
     "text": measure_text,
     "recall": measure_recall,
+    "generalisation": measure_generalisation,
 }
 """What is measured on the runs of each group."""

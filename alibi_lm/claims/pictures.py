@@ -40,7 +40,7 @@ def pictures(evidence: Evidence) -> dict[str, Figure]:
     if recall is not None:
         distances, shares, trained = recall
         found["recall"] = _figure(
-            "Needles found by ranking (10% by chance)", "distance from needle to question (tokens)",
+            "Passkeys found by ranking (10% by chance)", "distance (tokens)",
             "share found", distances, shares, trained,
         )  # fmt: skip
     items = _generalisation_series(evidence)

@@ -43,6 +43,7 @@ EVALS = {
     "perplexity": "Perplexity by length, over the same tokens at every length.",
     "needle": "Needle in a haystack, depth by length.",
     "retrieval": "The passkey, associative recall and RULER's tasks, by length.",
+    "generalisation": "Copying, addition and sorting with more items than were trained.",
     "horizon": "How far each head provably, and truly, reads; a model with linear biases.",
 }
 """The evals, by the module and the section of a suite that have their name."""
@@ -107,3 +108,20 @@ def report(subject: str, overrides: Sequence[str], engine: Any, out: Path | None
     write_report(opened)
     for line in summary_lines(opened):
         console.say(line)
+
+
+@click.command()
+@click.argument("subjects", metavar="RUN|hf:MODEL ...", nargs=-1, required=True)
+@click.option("--page", type=click.Path(path_type=Path, dir_okay=False), required=True,
+              help="The HTML file to write; its pictures lie beside it.")  # fmt: skip
+def compare(subjects: Sequence[str], page: Path) -> None:
+    """Put the evals of several models on one HTML page. Measures nothing."""
+    from alibi_lm.evals.comparison import write_comparison
+    from alibi_lm.evals.opening import open_subject
+    from alibi_lm.evals.ranks import ONE_PROCESS
+    from alibi_lm.evals.subject import Choices
+    from alibi_lm.evals.suite import read_suite
+
+    choices = Choices.of(read_suite(None, ()), None, None, ONE_PROCESS)
+    write_comparison([open_subject(name, choices) for name in subjects], page)
+    console.say(f"comparison: {page}")

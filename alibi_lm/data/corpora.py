@@ -14,10 +14,10 @@ import glob
 import gzip
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from hashlib import sha256
-from itertools import islice
+from itertools import count, islice
 from typing import Any, BinaryIO, cast
 
 from alibi_lm.data.config import SourceConfig
@@ -39,6 +39,8 @@ class Document:
     """Its length in UTF-8."""
     digest: bytes
     """SHA-256 of its UTF-8."""
+    pieces: tuple[str, ...] | None = None
+    """The parts of the text that are to be encoded one by one; None: the text as a whole."""
 
     @property
     def share(self) -> float:
@@ -61,6 +63,8 @@ class Reader:
     """Documents left out, by reason: empty, too_short, too_long, no_text, not_utf8."""
     skipped_names: list[str] = field(default_factory=list)
     """Origins of those that are not UTF-8, the first 100."""
+    make: Callable[[int], tuple[str, ...]] | None = None
+    """What makes the pieces of document number i, where documents are made and not read."""
 
     def state(self) -> dict[str, Any]:
         """What a reader that goes on from here is made of, as JSON."""
@@ -72,7 +76,12 @@ class Reader:
         }
 
     @classmethod
-    def from_state(cls, source: SourceConfig, state: dict[str, Any]) -> Reader:
+    def from_state(
+        cls,
+        source: SourceConfig,
+        state: dict[str, Any],
+        make: Callable[[int], tuple[str, ...]] | None = None,
+    ) -> Reader:
         """The reader whose `state` that was."""
         return cls(
             source,
@@ -80,22 +89,35 @@ class Reader:
             state["kept"],
             Counter(state["skipped"]),
             list(state["skipped_names"]),
+            make,
         )
 
     def __iter__(self) -> Iterator[Document]:
         limit = self.source.max_documents
         if limit is not None and self.kept >= limit:
             return
-        for text, origin in _rows(self.source, self.position):
+        for text, origin, pieces in self._rows():
             self.position += 1
-            document = self._keep(text, origin)
+            document = self._keep(text, origin, pieces)
             if document is not None:
                 self.kept += 1
                 yield document
                 if limit is not None and self.kept >= limit:
                     return
 
-    def _keep(self, text: str | bytes | None, origin: str) -> Document | None:
+    def _rows(self) -> Iterator[tuple[str | bytes | None, str, tuple[str, ...] | None]]:
+        """Text, origin and pieces of each row from `position` on."""
+        if self.make is None:
+            for text, origin in _rows(self.source, self.position):
+                yield text, origin, None
+            return
+        for index in count(self.position):
+            pieces = self.make(index)
+            yield "".join(pieces), f"source {self.source.name}, document {index:,}", pieces
+
+    def _keep(
+        self, text: str | bytes | None, origin: str, pieces: tuple[str, ...] | None
+    ) -> Document | None:
         reason = None
         encoded = b""
         if text is None:
@@ -112,7 +134,7 @@ class Reader:
             reason = "too_long"
         else:
             encoded = text.encode("utf-8")
-            return Document(text, origin, len(encoded), sha256(encoded).digest())
+            return Document(text, origin, len(encoded), sha256(encoded).digest(), pieces)
         self.skipped[reason] += 1
         return None
 

@@ -26,6 +26,7 @@ from typing import Any
 from alibi_lm.console import console
 from alibi_lm.data.config import RecipeConfig
 from alibi_lm.data.corpora import Reader
+from alibi_lm.data.generated import maker
 from alibi_lm.data.indexed import token_dtype
 from alibi_lm.data.manifest import FORMAT, MANIFEST, different_keys, read_manifest, versions
 from alibi_lm.data.progress import Progress
@@ -232,7 +233,8 @@ def _tokenise(
     corpora = {}
     with Workers(encoder, num_workers) as workers:
         for source in recipe.sources:
-            task = SourceTokeniser(work, Reader(source), plan.long_validation, record_seconds)
+            reader = Reader(source, make=maker(recipe, source, tokenizer, plan.long_validation))
+            task = SourceTokeniser(work, reader, plan.long_validation, record_seconds)
             total = known_bytes(source, plan)
             with Progress(f"tokenising {source.name}", total, task.bytes_done) as progress:
                 result = task.run(workers, progress)

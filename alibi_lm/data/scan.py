@@ -10,6 +10,7 @@ from typing import Any
 
 from alibi_lm.data.config import RecipeConfig, SourceConfig
 from alibi_lm.data.corpora import Document, Reader
+from alibi_lm.data.generated import sample_documents
 from alibi_lm.data.progress import Progress
 from alibi_lm.data.sources import list_files
 from alibi_lm.errors import DataError, Problem
@@ -79,6 +80,11 @@ def scan(recipe: RecipeConfig, sample: TextSample | None) -> Plan:
     plan = Plan()
     problems = []
     for source in recipe.sources:
+        if source.generated:
+            if sample is not None:
+                for document in sample_documents(source):
+                    sample.offer(document)
+            continue
         lowest: list[tuple[float, str]] = []
         total = _file_bytes(source)
         reader = Reader(source)

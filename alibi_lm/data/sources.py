@@ -13,8 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from alibi_lm.data.config import SourceConfig
+from alibi_lm.data.config import GENERATED, SourceConfig
 from alibi_lm.errors import DataError, Problem
+from alibi_lm.settings import to_dict
 
 FOLDERS = {"${python:stdlib}": "stdlib", "${python:packages}": "purelib"}
 """What a path may start with, and the running Python's name of that folder."""
@@ -127,10 +128,14 @@ def _inspect(path: str) -> SourceFile | Problem:
 def fingerprint(source: SourceConfig) -> str:
     """A digest that changes when a file of the source is added, taken away or written.
 
-    Of a hub dataset only the name is known without reading it.
+    Of a hub dataset only the name is known without reading it. Of documents that are made it is
+    the digest of the settings and of the maker's version.
     """
     state = hashlib.sha256()
-    if source.format == "hub":
+    if source.generated:
+        settings = getattr(source, source.format)
+        state.update(repr((source.format, to_dict(settings), GENERATED[source.format])).encode())
+    elif source.format == "hub":
         state.update(repr((source.paths, source.subset, source.split)).encode())
     else:
         for file in list_files(source):

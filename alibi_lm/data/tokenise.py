@@ -20,7 +20,7 @@ import numpy as np
 from alibi_lm.data.corpora import Document, Reader
 from alibi_lm.data.indexed import TokenFile, TokenFileWriter, idx_path
 from alibi_lm.data.progress import Progress
-from alibi_lm.data.worker import Encoded, Workers
+from alibi_lm.data.worker import Encoded, Text, Workers
 from alibi_lm.errors import DataError, Problem
 from alibi_lm.files import replacing, write_json
 
@@ -73,7 +73,7 @@ class SourceTokeniser:
         }
         if self._record_path.exists():
             self._record = json.loads(self._record_path.read_text(encoding="utf-8"))
-            self._reader = Reader.from_state(self._source, self._record["reader"])
+            self._reader = Reader.from_state(self._source, self._record["reader"], reader.make)
 
     @property
     def resumed(self) -> bool:
@@ -154,12 +154,12 @@ class SourceTokeniser:
                 for writer in self._writers.values():
                     writer.close()
 
-    def _batches(self) -> Iterator[tuple[_Label, list[str]]]:
-        texts: list[str] = []
+    def _batches(self) -> Iterator[tuple[_Label, list[Text]]]:
+        texts: list[Text] = []
         documents: list[tuple[str, str, int, int]] = []
         size = 0
         for document in self._reader:
-            texts.append(document.text)
+            texts.append(document.text if document.pieces is None else document.pieces)
             documents.append(
                 (self._split(document), document.origin, len(document.text), document.num_bytes)
             )

@@ -29,6 +29,9 @@ from alibi_lm.errors import DataError, Problem
 
 T = TypeVar("T")
 
+Text = str | tuple[str, ...]
+"""A document, or its pieces, which are encoded one by one."""
+
 _START = """
 import sys
 sys.path.insert(0, sys.argv[1])
@@ -65,22 +68,27 @@ class Encoder:
     count_lossy: bool = False
     """Whether to decode every document again and compare."""
 
-    def __call__(self, texts: Sequence[str]) -> Encoded:
+    def __call__(self, texts: Sequence[Text]) -> Encoded:
         """Encode a batch."""
         pieces, lengths, num_lossy = [], [], 0
         for number, text in enumerate(texts):
             try:
-                ids = self.tokenizer.encode(text)
+                ids = self._encode(text)
             except DataError as error:
                 empty = np.empty(0, self.dtype)
                 return Encoded(empty, np.empty(0, np.int32), 0, (number, error.problems[0]))
-            if self.count_lossy and self.tokenizer.decode(ids) != text:
+            if self.count_lossy and self.tokenizer.decode(ids) != "".join(text):
                 num_lossy += 1
             ids.append(self.tokenizer.eos_id)
             pieces.append(np.array(ids, self.dtype))
             lengths.append(len(ids))
         tokens = np.concatenate(pieces) if pieces else np.empty(0, self.dtype)
         return Encoded(tokens, np.array(lengths, np.int32), num_lossy)
+
+    def _encode(self, text: Text) -> list[int]:
+        if isinstance(text, str):
+            return self.tokenizer.encode(text)
+        return [token for piece in text for token in self.tokenizer.encode(piece)]
 
 
 def available_cores() -> int:
@@ -119,7 +127,7 @@ class Workers:
                 if pipe is not None:
                     pipe.close()
 
-    def map(self, batches: Iterable[tuple[T, Sequence[str]]]) -> Iterator[tuple[T, Encoded]]:
+    def map(self, batches: Iterable[tuple[T, Sequence[Text]]]) -> Iterator[tuple[T, Encoded]]:
         """Encode the texts of each (label, texts), in order, a few batches ahead.
 
         Raises:
@@ -139,7 +147,7 @@ class Workers:
             label, future = waiting.popleft()
             yield label, future.result()
 
-    def _encode_remotely(self, texts: Sequence[str]) -> Encoded:
+    def _encode_remotely(self, texts: Sequence[Text]) -> Encoded:
         """Runs in a thread of the pool; every thread has its own process."""
         process = getattr(self._local, "process", None) or self._start()
         try:

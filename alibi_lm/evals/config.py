@@ -192,6 +192,47 @@ class RanksConfig:
 
 
 @dataclass
+class GeneralisationConfig:
+    """Copying, addition and sorting with more items than were trained."""
+
+    tasks: list[Literal["copy", "addition", "sort"]] = field(
+        default_factory=lambda: ["copy", "addition", "sort"]
+    )
+    """What is asked."""
+    lengths: list[int] | None = None
+    """Items of a problem; by default 5, 10, ... 40, without those that the model has no positions
+    for."""
+    trained_items: int = 20
+    """Most items of a problem that the model was trained on."""
+    num_trials: int = 100
+    """Problems a task and length."""
+    threshold: float = 0.9
+    """Share of exact answers from which on a length counts as mastered."""
+    batch_tokens: int = 16384
+    """Tokens put through the model at once."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Arithmetic of the model."""
+    seed: int = 0
+    """Seed of the problems."""
+    scaling: dict[str, Any] | None = None
+    """`model.scaling` to answer with, instead of the run's; the same factor at every length."""
+
+    def problems(self, key: str) -> Iterator[Problem]:
+        """The rules of this section that are broken."""
+        yield from _length_problems(self.lengths, f"{key}lengths", unit="item")
+        yield from _positive_problems(self, key, ("trained_items", "num_trials", "batch_tokens"))
+        if self.seed < 0:
+            yield Problem(f"{key}seed", self.seed, "is negative", "give 0 or more")
+        if not self.tasks:
+            yield Problem(f"{key}tasks", self.tasks, "is empty", "name at least one task")
+        if len(set(self.tasks)) != len(self.tasks):
+            yield Problem(f"{key}tasks", self.tasks, "names a task twice", "name it once")
+        if not 0 < self.threshold <= 1:
+            yield Problem(f"{key}threshold", self.threshold, "is not in (0, 1]",
+                          "give a share such as 0.9")  # fmt: skip
+
+
+@dataclass
 class SuiteConfig:
     """Everything that an eval suite YAML can hold."""
 
@@ -213,6 +254,8 @@ class SuiteConfig:
     """Settings of `alibi-lm eval retrieval`."""
     horizon: HorizonConfig = field(default_factory=HorizonConfig)
     """Settings of `alibi-lm eval horizon`."""
+    generalisation: GeneralisationConfig = field(default_factory=GeneralisationConfig)
+    """Settings of `alibi-lm eval generalisation`."""
 
     def problems(self, key: str) -> Iterator[Problem]:
         """The rules that are broken between sections."""
@@ -224,14 +267,14 @@ class SuiteConfig:
             yield Problem(f"{key}text", self.text, "is empty", "name files, globs or folders")
 
 
-def _length_problems(lengths: list[int] | None, key: str) -> Iterator[Problem]:
+def _length_problems(lengths: list[int] | None, key: str, unit: str = "token") -> Iterator[Problem]:
     if lengths is None:
         return
     if not lengths:
-        yield Problem(key, lengths, "is empty", "give lengths in tokens, or leave it out")
+        yield Problem(key, lengths, "is empty", f"give lengths in {unit}s, or leave it out")
     for length in lengths:
         if length < 1:
-            yield Problem(key, length, "is not positive", "give lengths of at least 1 token")
+            yield Problem(key, length, "is not positive", f"give lengths of at least 1 {unit}")
     if len(set(lengths)) != len(lengths):
         yield Problem(key, lengths, "names a length twice", "name it once")
 

@@ -15,16 +15,27 @@ from alibi_lm.data.indexed import TokenFile
 from alibi_lm.data.manifest import check_tokenizer
 from alibi_lm.errors import ConfigError, DataError, Problem
 from alibi_lm.evals import plots
-from alibi_lm.evals.config import HorizonConfig, NeedleConfig, PerplexityConfig, RetrievalConfig
+from alibi_lm.evals.config import (
+    GeneralisationConfig,
+    HorizonConfig,
+    NeedleConfig,
+    PerplexityConfig,
+    RetrievalConfig,
+)
 from alibi_lm.evals.subject import Subject
 from alibi_lm.files import write_json
 
 DEFAULT_MULTIPLES = (0.5, 1, 2, 4, 8, 16)
 
 LengthSettings = PerplexityConfig | NeedleConfig | RetrievalConfig
-Settings = LengthSettings | HorizonConfig
+Settings = LengthSettings | HorizonConfig | GeneralisationConfig
 SomeSettings = TypeVar(
-    "SomeSettings", PerplexityConfig, NeedleConfig, RetrievalConfig, HorizonConfig
+    "SomeSettings",
+    PerplexityConfig,
+    NeedleConfig,
+    RetrievalConfig,
+    HorizonConfig,
+    GeneralisationConfig,
 )
 
 
@@ -56,11 +67,13 @@ def chosen_lengths(subject: Subject, config: LengthSettings) -> list[int]:
 
 
 def open_corpora(subject: Subject, config: Settings) -> list[TokenFile]:
-    """The token files that an eval reads.
+    """The token files that an eval reads; none where its problems are made.
 
     Raises:
         DataError: there are none, one cannot be read, or it was made with another tokenizer.
     """
+    if isinstance(config, GeneralisationConfig):
+        return []
     prefixes = [config.corpus] if config.corpus else subject.validation
     if not prefixes:
         rule = f"{subject.argument} names no validation corpus"
