@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from alibi_lm.checkpoint.step import Step
 from alibi_lm.cli import main
 from alibi_lm.errors import CheckpointError, ConfigError, DataError
-from alibi_lm.evals.config import HorizonConfig, NeedleConfig, PerplexityConfig
+from alibi_lm.evals.config import HorizonConfig, NeedleConfig, PerplexityConfig, RetrievalConfig
 from alibi_lm.evals.horizon import run_horizon
 from alibi_lm.evals.needle import run_needle
 from alibi_lm.evals.needle_prompts import PromptMaker
@@ -21,6 +21,7 @@ from alibi_lm.evals.opening import open_subject
 from alibi_lm.evals.perplexity import run_perplexity
 from alibi_lm.evals.report import summary_lines, write_report
 from alibi_lm.evals.results import open_corpora
+from alibi_lm.evals.retrieval import run_retrieval
 from alibi_lm.evals.subject import Choices, NativeSubject, Subject
 from alibi_lm.hf.export import export
 from tests.unit.hf.folders import write_stock
@@ -30,6 +31,7 @@ PERPLEXITY = PerplexityConfig(
     lengths=[12, LENGTH, 300], stride=12, fixed_targets=6, null_targets=40, max_tokens=1200
 )
 NEEDLE = NeedleConfig(lengths=[180, 360], depths=[0.0, 0.6], num_trials=3)
+RETRIEVAL = RetrievalConfig(tasks=["mqar"], lengths=[700], num_trials=4)
 SHAPES = {
     "mpt": {"shape": "mpt", "num_heads": 12},
     "bloom": {"shape": "bloom", "num_heads": 8, "tied_embeddings": True},
@@ -100,6 +102,7 @@ def test_one_models_needle_answers_are_the_same(exported: tuple[Step, Path]) -> 
     choices = torch.tensor([[answer.tokens for answer in trial.candidates] for trial in trials])
     wanted = native.scorer("fp32").answers(prompts, choices, 12)
     grid = run_needle(native, NEEDLE)
+    wanted_cells = run_retrieval(native, RETRIEVAL)["cells"]
     for subject in others:
         found = subject.scorer("fp32").answers(prompts, choices, 12)
         assert torch.equal(found.generated, wanted.generated)
@@ -109,6 +112,7 @@ def test_one_models_needle_answers_are_the_same(exported: tuple[Step, Path]) -> 
         result = run_needle(subject, NEEDLE)
         assert result["cells"] == grid["cells"]
         assert result["by_length"] == grid["by_length"]
+        assert run_retrieval(subject, RETRIEVAL)["cells"] == wanted_cells
 
 
 def test_long_inputs_of_an_imported_model_go_through_the_fast_engine(tmp_path: Path) -> None:

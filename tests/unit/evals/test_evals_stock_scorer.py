@@ -104,6 +104,24 @@ def test_answers_are_those_of_whole_passes(name: str) -> None:
     assert StockScorer(model, None).generate(prompts[1].tolist(), 6) == text[1, 29:].tolist()
 
 
+def test_logits_and_scores_of_a_long_input_are_never_held_whole() -> None:
+    model = model_of("mpt")
+    seen: list[tuple[int, int]] = []
+    forward = model.forward
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        out = forward(*args, **kwargs)
+        seen.append((out.logits.numel(), kwargs["input_ids"].shape[1]))
+        return out
+
+    model.forward = watched
+    limits = {"logits_at_once": 200 * 61, "scores_at_once": 100 * 4 * 2000}
+    losses = StockScorer(model, None, None, **limits).token_losses(tokens_of(1, 2001))
+    assert losses.shape == (1, 2000)
+    assert max(logits for logits, _ in seen) <= 200 * 61
+    assert max(queries for _, queries in seen) <= 100
+
+
 def test_a_class_whose_cache_does_not_work_is_given_whole_inputs() -> None:
     model = model_of("llama")
     forward = model.forward
