@@ -76,8 +76,8 @@ def test_documents_with_their_end_have_exactly_the_tokens_asked_for(
 
 def test_every_statement_is_asked_for_once_after_it(tokenizer: Tokenizer) -> None:
     line = re.compile(r"\n# The secret number of (\w+-\d) is (\d{5})\.\n")
-    numbers = set()
-    counts = set()
+    numbers: set[str] = set()
+    counts: set[int] = set()
     for index in range(150):
         pieces = maker_of(tokenizer, "statements", size=300).document(index)
         text = "".join(pieces)
