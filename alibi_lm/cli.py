@@ -13,7 +13,7 @@ import click
 
 from alibi_lm import __version__
 from alibi_lm.commands.arguments import OVERRIDES, RUN
-from alibi_lm.commands.evals import eval_group, report
+from alibi_lm.commands.evals import compare, eval_group, report
 from alibi_lm.commands.exchange import export, import_command
 from alibi_lm.commands.generate import generate
 from alibi_lm.console import console
@@ -144,10 +144,29 @@ def doctor(
 
 
 main.add_command(eval_group)
+
+
+@eval_group.command()
+@click.argument("suite", type=click.Path(path_type=Path))
+@OVERRIDES
+@click.option("--jobs", type=click.IntRange(1), default=1, show_default=True,
+              help="Runs trained at the same time, each on its share of the cores.")  # fmt: skip
+@click.option("--no-train", is_flag=True, help="Make the page of what has been trained so far.")
+def claims(suite: Path, overrides: Sequence[str], jobs: int, no_train: bool) -> None:
+    """Train SUITE's models and put the literature's claims about linear biases to them.
+
+    What is done is not done again: the same command goes on after a kill.
+    """
+    from alibi_lm.claims.run import run_claims
+
+    run_claims(suite, overrides, os.environ, jobs=jobs, train=not no_train)
+
+
 main.add_command(export)
 main.add_command(import_command)
 main.add_command(generate)
 main.add_command(report)
+main.add_command(compare)
 
 
 @main.group()

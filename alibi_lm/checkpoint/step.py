@@ -23,7 +23,8 @@ from alibi_lm.checkpoint.fragments import FragmentReader
 from alibi_lm.config import Config, load_config
 from alibi_lm.data.tokenizer import Tokenizer, load_tokenizer
 from alibi_lm.model.config import ModelConfig
-from alibi_lm.model.decoder import Decoder
+from alibi_lm.model.decoder import Decoder, filled_decoder
+from alibi_lm.parallel.mesh import ALONE, Axis
 
 
 @dataclass(frozen=True)
@@ -89,17 +90,18 @@ class Step:
             return dict(reader.tensors())
 
     def decoder(
-        self, dtype: torch.dtype = torch.float32, model: ModelConfig | None = None
+        self,
+        dtype: torch.dtype = torch.float32,
+        model: ModelConfig | None = None,
+        tp: Axis = ALONE,
     ) -> Decoder:
         """The model with this step's weights in `dtype`, in evaluation mode.
 
-        `model` replaces the run's own config of it, with settings that change no parameter.
+        `model` replaces the run's own config of it, with settings that change no parameter. Each
+        rank of `tp` reads its slice alone.
         """
-        with torch.device("meta"):
-            decoder = Decoder(model or self.config.model, seed=None)
-        decoder = decoder.to_empty(device="cpu")
-        decoder.load_state_dict(self.weights())
-        return decoder.to(dtype).eval()
+        with self.reader() as reader:
+            return filled_decoder(model or self.config.model, reader, dtype, tp)
 
 
 def open_run(path: str | Path, *, check: bool = True) -> Step:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,11 +19,11 @@ class Missing(LookupError):
 class Evidence:
     """Measurements by group and model, one a seed in the order of the suite's seeds."""
 
-    runs: dict[tuple[str, str], list[Mapping[str, Any]]]
-    cost: Mapping[str, Any] | None = None
+    runs: dict[tuple[str, str], list[dict[str, Any]]]
+    cost: dict[str, Any] | None = None
     training_lengths: dict[tuple[str, str], int] = field(default_factory=dict)
 
-    def of(self, group: str, model: str) -> list[Mapping[str, Any]]:
+    def of(self, group: str, model: str) -> list[dict[str, Any]]:
         """The measurements of a model.
 
         Raises:
@@ -57,8 +57,8 @@ class Evidence:
 
     def recall(self, model: str, *, beyond: bool, variant: str = "plain",
                how: str = "ranking") -> np.ndarray:  # fmt: skip
-        """Share of right answers `[seeds]` of needles farther than the training length, or of those
-        within it.
+        """Share of right answers `[seeds]` of needles farther off than the training length L, or of
+        those in prompts of at most L.
 
         Raises:
             Missing: it was not measured.
@@ -68,7 +68,11 @@ class Evidence:
             cells = run.get("variants", {}).get(variant)
             if cells is None:
                 raise Missing(f"recall of {model}, {variant}, was not measured")
-            chosen = [cell for cell in cells if (cell["distance"] > limit) == beyond]
+            chosen = [
+                cell
+                for cell in cells
+                if (cell["distance"] > limit if beyond else cell["length"] <= limit)
+            ]
             trials = sum(cell["trials"] for cell in chosen)
             if not trials:
                 raise Missing(f"no needle of {model} lies {'beyond' if beyond else 'within'} L")

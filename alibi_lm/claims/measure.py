@@ -17,15 +17,21 @@ from alibi_lm.claims.config import GroupConfig
 from alibi_lm.claims.training import Member
 from alibi_lm.data.indexed import TokenFile
 from alibi_lm.evals import protocols
+from alibi_lm.evals.config import GeneralisationConfig, RetrievalConfig
 from alibi_lm.evals.documents import choose_documents, target_bytes
+from alibi_lm.evals.generalisation import make_trials, score_trials
 from alibi_lm.evals.null_model import cut_losses, draw
-from alibi_lm.evals.scorer import NativeScorer
+from alibi_lm.evals.retrieval_scoring import score_all
+from alibi_lm.evals.scorer import NativeScorer, native_scorer
 from alibi_lm.evals.windows import non_overlapping_windows
 from alibi_lm.files import write_json
 from alibi_lm.model.cache import Cache, LayerCache
 from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.decoder import Decoder
 from alibi_lm.settings import build, to_dict
+from alibi_lm.tasks.config import TaskSizes
+from alibi_lm.tasks.passkey import Passkey
+from alibi_lm.tasks.prompt import Encoder
 
 EVIDENCE = "claims_evidence.json"
 BATCH_TOKENS = 16384
@@ -71,13 +77,11 @@ def measure_text(step: Step, settings: GroupConfig) -> dict[str, Any]:
     windows = {length: non_overlapping_windows(documents, length) for length in lengths}
     losses = {}
     for length in tqdm(lengths, desc=str(step.run_folder), disable=None):
-        losses[length] = protocols.target_losses(
-            scorer, documents, windows[length], BATCH_TOKENS
-        )  # fmt: skip
+        losses[length] = protocols.target_losses(scorer, documents, windows[length], BATCH_TOKENS)
     targets = sum(len(document) - 1 for document in documents)
     sizes = target_bytes(documents, step.tokenizer())
     found: dict[str, Any] = {
-        "losses": {n: float(sum(x.sum() for x in own)) / targets for n, own in losses.items()},
+        "losses": {str(n): float(sum(x.sum() for x in own)) / targets for n, own in losses.items()},
         "num_documents": len(documents),
         "num_targets": targets,
         "num_bytes": None if sizes is None else int(sizes.sum()),
@@ -89,18 +93,68 @@ def measure_text(step: Step, settings: GroupConfig) -> dict[str, Any]:
     for length in lengths:
         own = sample.of(losses[length])
         beyond = sample.context(length) > trained
-        excess[length] = float(np.where(beyond, own - cut, 0.0).mean())
+        excess[str(length)] = float(np.where(beyond, own - cut, 0.0).mean())
     found["excess"] = excess
     if step.config.model.position == "alibi":
         model = build(ModelConfig, to_dict(step.config.model) | {"window": trained})
         windowed = NativeScorer(step.decoder(model=model))
         found["windowed"] = {
-            n: float(
+            str(n): float(
                 protocols.document_sums(windowed, documents, windows[n], BATCH_TOKENS).sum()
             ) / targets
             for n in lengths if n > trained
         }  # fmt: skip
     return found
+
+
+def measure_recall(step: Step, settings: GroupConfig) -> dict[str, Any]:
+    """Passkeys found at each length and distance; with linear biases, under scaled slopes too.
+
+    The factor of the scaling is the longest length over the training length, at every length.
+    """
+    lengths, trained = sorted(settings.lengths), step.config.train.sequence_length
+    tokenizer = step.tokenizer()
+    assert tokenizer is not None
+    variants: dict[str, dict[str, Any] | None] = {"plain": None}
+    if step.config.model.position == "alibi" and lengths[-1] > trained:
+        factor = lengths[-1] / trained
+        variants |= {kind: {"kind": kind, "factor": factor} for kind in ("linear", "ntk")}
+    config = RetrievalConfig(
+        lengths=lengths, num_trials=settings.num_trials, sizes=TaskSizes(passkey_num_distances=8)
+    )
+    task = Passkey(Encoder(tokenizer), config.seed, config.sizes)
+    found: dict[str, list[dict[str, Any]]] = {}
+    for name, scaling in variants.items():
+        scorer = native_scorer(step, "fp32", scaling=scaling)
+        found[name] = [
+            {
+                "length": length,
+                "distance": high,
+                "ranking": tally.ranked,
+                "generation": tally.whole,
+                "trials": tally.trials,
+            }
+            for length in lengths
+            for (_, (_, high)), tally in sorted(
+                score_all(scorer, tokenizer, [(task, length)], config, trained).bins.items()
+            )
+        ]
+    return {"variants": found}
+
+
+def measure_generalisation(step: Step, settings: GroupConfig) -> dict[str, Any]:
+    """Exact answers to longer problems than were trained, by task and number of items."""
+    tokenizer = step.tokenizer()
+    assert tokenizer is not None
+    config = GeneralisationConfig(lengths=settings.lengths, num_trials=settings.num_trials)
+    scorer = native_scorer(step, "fp32")
+    cells = []
+    for task in config.tasks:
+        for items in sorted(settings.lengths):
+            trials = make_trials(tokenizer, task, items, config)
+            tally = score_trials(scorer, tokenizer, trials, config.batch_tokens)
+            cells.append(tally.cell(task, items))
+    return {"cells": cells, "trained_items": config.trained_items}
 
 
 class _ShiftedLayer(LayerCache):
@@ -134,3 +188,11 @@ def shift_differences(decoder: Decoder, document: np.ndarray, length: int) -> di
         moved = decoder.losses(inputs, targets, _Shifted(decoder.config.num_layers, shift))
         found[shift] = float((moved - plain).abs().max())
     return found
+
+
+MEASURES: dict[str, Callable[[Step, GroupConfig], dict[str, Any]]] = {
+    "text": measure_text,
+    "recall": measure_recall,
+    "generalisation": measure_generalisation,
+}
+"""What is measured on the runs of each group."""

@@ -38,17 +38,17 @@ def pictures(evidence: Evidence) -> dict[str, Figure]:
         )  # fmt: skip
     recall = _recall_series(evidence)
     if recall is not None:
-        distances, series, trained = recall
+        distances, shares, trained = recall
         found["recall"] = _figure(
-            "Needles found by ranking (10% by chance)", "distance from needle to question (tokens)",
-            "share found", distances, series, trained,
+            "Passkeys found by ranking (10% by chance)", "distance (tokens)",
+            "share found", distances, shares, trained,
         )  # fmt: skip
     items = _generalisation_series(evidence)
     if items is not None:
-        counts, series, trained = items
+        counts, shares, trained = items
         found["generalisation"] = _figure(
             "Exact answers, mean over tasks", "items of the problem", "share right", counts,
-            series, trained, log_x=False,
+            shares, trained, log_x=False,
         )  # fmt: skip
     return found
 

@@ -218,8 +218,13 @@ def _recall_learnt(evidence: Evidence) -> Finding:
     rates = {name: estimate(evidence.recall(name, beyond=False)) for name in names}
     if not rates:
         raise Missing("the suite has no recall models")
-    text = "Needles within the training length, by ranking: " + ", ".join(
-        f"{name} {found.mean:.0%}" for name, found in rates.items()
+    generated = {name: evidence.recall(name, beyond=False, how="generation") for name in names}
+    text = (
+        "Passkeys found in prompts of at most L tokens, by ranking (by generation): "
+        + ", ".join(
+            f"{name} {found.mean:.0%} ({generated[name].mean():.0%})"
+            for name, found in rates.items()
+        )
     )
     best = max(found.mean for found in rates.values())
     return Finding("confirmed" if best >= 0.9 else "refuted", text + ".")
@@ -230,7 +235,7 @@ def _recall_fails(evidence: Evidence) -> Finding:
     beyond = evidence.recall("alibi", beyond=True)
     found = estimate(beyond - within / 2)
     text = (
-        f"ALiBi finds {estimate(within).mean:.0%} of needles within the training length, "
+        f"ALiBi finds {estimate(within).mean:.0%} of passkeys in prompts of at most L tokens, "
         f"{shown(estimate(beyond), 2)} of those beyond (10% by chance)."
     )
     return Finding(below(found, 0.0), text)
@@ -242,7 +247,7 @@ def _nope_recall(evidence: Evidence) -> Finding:
     nope, alibi = (evidence.recall(name, beyond=True) for name in ("nope", "alibi"))
     found = estimate(nope - alibi)
     text = (
-        f"Needles beyond the training length: NoPE {nope.mean():.0%}, ALiBi {alibi.mean():.0%}; "
+        f"Passkeys beyond the training length: NoPE {nope.mean():.0%}, ALiBi {alibi.mean():.0%}; "
         f"difference {shown(found, 2)}."
     )
     return Finding(above(found, 0.0), text)
@@ -255,7 +260,7 @@ def _scaled_recall(evidence: Evidence) -> Finding:
         name: estimate(evidence.recall("alibi", beyond=True, variant=name) - plain)
         for name in ("linear", "ntk")
     }
-    text = "Needles beyond the training length, scaled slopes less plain ones: " + ", ".join(
+    text = "Passkeys beyond the training length, scaled slopes less plain ones: " + ", ".join(
         f"{name} {shown(gain, 2)}" for name, gain in gains.items()
     )
     return Finding(all_of(*(above(gain, 0.0) for gain in gains.values())), text + ".")

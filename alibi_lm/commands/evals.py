@@ -3,101 +3,125 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from alibi_lm.commands.arguments import OVERRIDES
+from alibi_lm.commands.ranks import on_ranks
 from alibi_lm.console import console
 
-SUBJECT = click.argument("subject", metavar="RUN")
-SUITE = click.option("--suite", type=click.Path(path_type=Path), help="YAML with eval settings.")
-FORCE = click.option("--force", is_flag=True, help="Run again even if the result is there.")
+if TYPE_CHECKING:
+    from alibi_lm.evals.config import SuiteConfig
+    from alibi_lm.evals.ranks import Ranks
+
+SUBJECT = click.argument("subject", metavar="RUN|hf:MODEL")
+ENGINE = click.option(
+    "--engine",
+    type=click.Choice(["native", "hf"]),
+    help="What computes a Hugging Face model: native, imported into memory (BLOOM and MPT; the "
+    "default for them), or hf, the class of transformers (any causal language model).",
+)
+OUT = click.option(
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder of the results; by default RUN/evals/step_XXXXXXXX, or evals/hf/NAME-DIGEST "
+    "below the current folder for a Hugging Face model.",
+)
+OPTIONS = (
+    SUBJECT,
+    OVERRIDES,
+    click.option("--suite", type=click.Path(path_type=Path), help="YAML with eval settings."),
+    click.option("--force", is_flag=True, help="Run again even if the result is there."),
+    ENGINE,
+    OUT,
+    click.option("--local_rank", type=int, default=0, hidden=True),  # deepspeed's
+)
+EVALS = {
+    "perplexity": "Perplexity by length, over the same tokens at every length.",
+    "needle": "Needle in a haystack, depth by length.",
+    "retrieval": "The passkey, associative recall and RULER's tasks, by length.",
+    "generalisation": "Copying, addition and sorting with more items than were trained.",
+    "horizon": "How far each head provably, and truly, reads; a model with linear biases.",
+}
+"""The evals, by the module and the section of a suite that have their name."""
 
 
 @click.group("eval")
 def eval_group() -> None:
-    """Judge a run's checkpoint (the newest, or a step folder) on long contexts."""
+    """Judge a model on long contexts: a run's checkpoint (the newest, or a step folder), or hf:MODEL.
+
+    hf:MODEL is a Hugging Face folder, or a model's name on the hub. Several ranks share the work:
+    `deepspeed --num_gpus N evals/perplexity.py RUN parallel.tp=N`.
+    """  # noqa: E501
 
 
-@eval_group.command()
-@SUBJECT
-@OVERRIDES
-@SUITE
-@FORCE
-def perplexity(subject: str, overrides: Sequence[str], suite: Path | None, force: bool) -> None:
-    """Perplexity by length, over the same tokens at every length."""
-    from alibi_lm.evals.perplexity import evaluate
-    from alibi_lm.evals.subject import open_subject
-    from alibi_lm.evals.suite import read_suite
+def _command(name: str, words: str) -> click.Command:
+    """The command of an eval."""
 
-    evaluate(open_subject(subject), read_suite(suite, overrides).perplexity, force=force)
+    def run(
+        subject: str,
+        overrides: Sequence[str],
+        suite: Path | None,
+        force: bool,
+        engine: Any,
+        out: Path | None,
+        local_rank: int,
+    ) -> None:
+        from alibi_lm.evals.opening import open_subject
+        from alibi_lm.evals.subject import Choices
+        from alibi_lm.evals.suite import read_suite
 
+        def work(settings: SuiteConfig, ranks: Ranks) -> None:
+            evaluate = import_module(f"alibi_lm.evals.{name}").evaluate
+            opened = open_subject(subject, Choices.of(settings, engine, out, ranks))
+            evaluate(opened, getattr(settings, name), force=force)
 
-@eval_group.command()
-@SUBJECT
-@OVERRIDES
-@SUITE
-@FORCE
-def needle(subject: str, overrides: Sequence[str], suite: Path | None, force: bool) -> None:
-    """Needle in a haystack, depth by length."""
-    from alibi_lm.evals.needle import evaluate
-    from alibi_lm.evals.subject import open_subject
-    from alibi_lm.evals.suite import read_suite
+        on_ranks(lambda: read_suite(suite, overrides), work, local_rank)
 
-    evaluate(open_subject(subject), read_suite(suite, overrides).needle, force=force)
-
-
-@eval_group.command()
-@SUBJECT
-@OVERRIDES
-@SUITE
-@FORCE
-def retrieval(subject: str, overrides: Sequence[str], suite: Path | None, force: bool) -> None:
-    """The passkey, associative recall and RULER's tasks, by length."""
-    from alibi_lm.evals.retrieval import evaluate
-    from alibi_lm.evals.subject import open_subject
-    from alibi_lm.evals.suite import read_suite
-
-    evaluate(open_subject(subject), read_suite(suite, overrides).retrieval, force=force)
+    for option in reversed(OPTIONS):
+        run = option(run)
+    return click.command(name, help=words)(run)
 
 
-@eval_group.command()
-@SUBJECT
-@OVERRIDES
-@SUITE
-@FORCE
-def horizon(subject: str, overrides: Sequence[str], suite: Path | None, force: bool) -> None:
-    """How far each head provably, and truly, reads; a model with linear biases."""
-    from alibi_lm.evals.horizon import evaluate
-    from alibi_lm.evals.subject import open_subject
-    from alibi_lm.evals.suite import read_suite
-
-    evaluate(open_subject(subject), read_suite(suite, overrides).horizon, force=force)
-
-
-@eval_group.command()
-@SUBJECT
-@OVERRIDES
-@SUITE
-@FORCE
-def generalisation(subject: str, overrides: Sequence[str], suite: Path | None, force: bool) -> None:
-    """Copying, addition and sorting with more items than were trained."""
-    from alibi_lm.evals.generalisation import evaluate
-    from alibi_lm.evals.subject import open_subject
-    from alibi_lm.evals.suite import read_suite
-
-    evaluate(open_subject(subject), read_suite(suite, overrides).generalisation, force=force)
+for _name, _words in EVALS.items():
+    eval_group.add_command(_command(_name, _words))
 
 
 @click.command()
 @SUBJECT
-def report(subject: str) -> None:
-    """Write RUN's evals as one HTML page and print their summary."""
+@OVERRIDES
+@ENGINE
+@OUT
+def report(subject: str, overrides: Sequence[str], engine: Any, out: Path | None) -> None:
+    """Write a model's evals as one HTML page and print their summary."""
+    from alibi_lm.evals.opening import open_subject
+    from alibi_lm.evals.ranks import ONE_PROCESS
     from alibi_lm.evals.report import summary_lines, write_report
-    from alibi_lm.evals.subject import open_subject
+    from alibi_lm.evals.subject import Choices
+    from alibi_lm.evals.suite import read_suite
 
-    opened = open_subject(subject)
+    settings = read_suite(None, overrides)
+    opened = open_subject(subject, Choices.of(settings, engine, out, ONE_PROCESS))
     write_report(opened)
     for line in summary_lines(opened):
         console.say(line)
+
+
+@click.command()
+@click.argument("subjects", metavar="RUN|hf:MODEL ...", nargs=-1, required=True)
+@click.option("--page", type=click.Path(path_type=Path, dir_okay=False), required=True,
+              help="The HTML file to write; its pictures lie beside it.")  # fmt: skip
+def compare(subjects: Sequence[str], page: Path) -> None:
+    """Put the evals of several models on one HTML page. Measures nothing."""
+    from alibi_lm.evals.comparison import write_comparison
+    from alibi_lm.evals.opening import open_subject
+    from alibi_lm.evals.ranks import ONE_PROCESS
+    from alibi_lm.evals.subject import Choices
+    from alibi_lm.evals.suite import read_suite
+
+    choices = Choices.of(read_suite(None, ()), None, None, ONE_PROCESS)
+    write_comparison([open_subject(name, choices) for name in subjects], page)
+    console.say(f"comparison: {page}")

@@ -179,6 +179,19 @@ class HorizonConfig:
 
 
 @dataclass
+class RanksConfig:
+    """How the ranks that `deepspeed` starts share the work."""
+
+    tp: int = 1
+    """Ranks that share one model, each with a slice of it; documents and prompts are shared among
+    the groups of them. 1: every rank holds the whole model."""
+
+    def problems(self, key: str) -> Iterator[Problem]:
+        """The rules of this section that are broken."""
+        yield from _positive_problems(self, key, ("tp",))
+
+
+@dataclass
 class GeneralisationConfig:
     """Copying, addition and sorting with more items than were trained."""
 
@@ -223,6 +236,16 @@ class GeneralisationConfig:
 class SuiteConfig:
     """Everything that an eval suite YAML can hold."""
 
+    corpus: str | None = None
+    """Prefix of the token files that every eval reads, where its own section names none; by
+    default the run's validation corpora."""
+    text: str | list[str] | None = None
+    """Instead: text files, globs or folders, tokenised with the model's own tokenizer. A .jsonl,
+    .parquet or .arrow file has documents in its field `text`; any other file is one document."""
+    training_length: int | None = None
+    """Tokens of a training sample, where the model does not say; lengths are multiples of it."""
+    parallel: RanksConfig = field(default_factory=RanksConfig)
+    """How several ranks share the work."""
     perplexity: PerplexityConfig = field(default_factory=PerplexityConfig)
     """Settings of `alibi-lm eval perplexity`."""
     needle: NeedleConfig = field(default_factory=NeedleConfig)
@@ -233,6 +256,15 @@ class SuiteConfig:
     """Settings of `alibi-lm eval horizon`."""
     generalisation: GeneralisationConfig = field(default_factory=GeneralisationConfig)
     """Settings of `alibi-lm eval generalisation`."""
+
+    def problems(self, key: str) -> Iterator[Problem]:
+        """The rules that are broken between sections."""
+        yield from _positive_problems(self, key, ("training_length",))
+        if self.corpus is not None and self.text is not None:
+            rule = "is given beside corpus"
+            yield Problem(f"{key}text", str(self.text), rule, "leave one of them out")
+        if self.text is not None and not self.text:
+            yield Problem(f"{key}text", self.text, "is empty", "name files, globs or folders")
 
 
 def _length_problems(lengths: list[int] | None, key: str, unit: str = "token") -> Iterator[Problem]:

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from alibi_lm.console import console
 from alibi_lm.data.tokenizer import Tokenizer
 from alibi_lm.errors import ConfigError, DataError, Problem
-from alibi_lm.evals import plots, results
+from alibi_lm.evals import results
 from alibi_lm.evals.config import GeneralisationConfig
 from alibi_lm.evals.generalisation_result import figure, lines, verdict
 from alibi_lm.evals.intervals import as_list, wilson
@@ -175,7 +175,8 @@ def run_generalisation(
     scorer = scorer or subject.scorer(config.precision, scaling=config.scaling)
     started = time.perf_counter()
     cells = []
-    with tqdm(total=len(config.tasks) * len(lengths), desc=NAME, disable=None) as bar:
+    quiet = console.muted or None
+    with tqdm(total=len(config.tasks) * len(lengths), desc=NAME, disable=quiet) as bar:
         for task in config.tasks:
             for items in lengths:
                 trials = make_trials(tokenizer, task, items, config)
@@ -201,6 +202,5 @@ def run_generalisation(
         "inputs": results.inputs_of(subject, config, results.open_corpora(subject, config)),
     }
     result["verdict"] = verdict(result)
-    path = results.store(subject, NAME, result)
-    plots.save(figure(result), path.with_suffix(".png"))
+    results.store(subject, NAME, result, lambda found: {NAME: figure(found)})
     return result

@@ -104,6 +104,10 @@ def run_horizon(subject: Subject, config: HorizonConfig) -> dict[str, Any]:
         ConfigError: the model has no horizons, or num_tokens is too small for any.
         DataError: no corpus, or one shorter than num_tokens.
     """
+    if subject.ranks.size > 1:
+        rule = "this eval is of one process"
+        fix = "start it without deepspeed"
+        raise ConfigError(Problem("ranks", subject.ranks.size, rule, fix))
     decoder = subject.decoder(dtype=DTYPES[config.precision])
     reason = why_dense(decoder)
     if reason is not None:
@@ -142,8 +146,7 @@ def run_horizon(subject: Subject, config: HorizonConfig) -> dict[str, Any]:
         "inputs": results.inputs_of(subject, config, files),
     }
     result["verdict"] = verdict(result)
-    path = results.store(subject, NAME, result)
-    plots.save(plots.horizon_figure(result), path.with_suffix(".png"))
+    results.store(subject, NAME, result, lambda found: {NAME: plots.horizon_figure(found)})
     return result
 
 

@@ -124,9 +124,10 @@ def score_grid(
     grid = Grid(training_length)
     per_trial = len(config.depths) + 1
     total = sum(lengths) * config.num_trials * per_trial
-    with tqdm(total=total, unit="tok", unit_scale=True, desc=NAME, disable=None) as bar:
+    quiet = console.muted or None
+    with tqdm(total=total, unit="tok", unit_scale=True, desc=NAME, disable=quiet) as bar:
         for length in lengths:
-            for batch in _batches(maker, length, config):
+            for batch in _batches(maker, length, config, scorer.num_replicas):
                 tokens = torch.from_numpy(np.stack([prompt for _, _, prompt in batch]))
                 trials = [trial for trial, _, _ in batch]
                 answers = scorer.answers(tokens, _candidates(trials), maker.num_answer_tokens)
@@ -139,8 +140,10 @@ Prompt = tuple[Trial, float | None, np.ndarray]
 """A trial, the needle's depth (None: control) and the token ids."""
 
 
-def _batches(maker: PromptMaker, length: int, config: NeedleConfig) -> Iterator[list[Prompt]]:
-    size = max(1, config.batch_tokens // length)
+def _batches(
+    maker: PromptMaker, length: int, config: NeedleConfig, num_replicas: int
+) -> Iterator[list[Prompt]]:
+    size = num_replicas * max(1, config.batch_tokens // length)
     batch: list[Prompt] = []
     for index in range(config.num_trials * len(config.depths)):
         which = index % len(config.depths)
@@ -251,9 +254,7 @@ def run_needle(
         "inputs": results.inputs_of(subject, config, files),
     }
     result["verdict"] = needle_verdict(result)
-    path = results.store(subject, NAME, result)
-    plots.save(plots.needle_figure(result), path.with_suffix(".png"))
-    plots.save(needle_distance_figure(result), path.with_name("needle_distance.png"))
+    results.store(subject, NAME, result, _figures)
     return result
 
 
@@ -271,3 +272,7 @@ def _by_length(grid: Grid, lengths: Sequence[int], depths: Sequence[float]) -> l
         }
         for length in lengths
     ]
+
+
+def _figures(result: dict[str, Any]) -> dict[str, plots.Figure]:
+    return {NAME: plots.needle_figure(result), "needle_distance": needle_distance_figure(result)}

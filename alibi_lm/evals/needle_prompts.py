@@ -175,11 +175,11 @@ class PromptMaker:
         shown = total - needle
         ends = line_ends(texts[:shown])
         spots = generator.integers(shown + 1, size=len(lines)).tolist()
-        places = sorted(place(ends, spot)[0] for spot in spots)
+        placed = sorted((place(ends, spot)[0], i) for i, spot in enumerate(spots))
         parts: list[np.ndarray | list[int]] = []
         last = 0
-        for position, line in zip(places, lines, strict=True):
-            parts += [tokens[last:position], line]
+        for position, which in placed:
+            parts += [tokens[last:position], lines[which]]
             last = position
         haystack = joined([*parts, tokens[last:total]])
         return haystack, line_ends(self._haystack.texts(haystack[: size - needle]))

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from alibi_lm.console import console
 from alibi_lm.errors import CheckpointError, ConfigError, Problem
 from alibi_lm.evals import plots, protocols, results
 from alibi_lm.evals.config import PerplexityConfig
@@ -66,7 +67,7 @@ def score_windows(
 
 
 def _bar(total: int, name: str) -> tqdm[Any]:
-    return tqdm(total=total, unit="tok", unit_scale=True, desc=name, disable=None)
+    return tqdm(total=total, unit="tok", unit_scale=True, desc=name, disable=console.muted or None)
 
 
 def evaluate(subject: Subject, config: PerplexityConfig, *, force: bool = False) -> dict[str, Any]:
@@ -137,8 +138,7 @@ def run_perplexity(
         "null": _null(config, scorer, documents, lengths, reach, sample, scores.sampled),
         "inputs": results.inputs_of(subject, config, files),
     }
-    path = results.store(subject, NAME, result)
-    plots.save(plots.perplexity_figure(result), path.with_suffix(".png"))
+    results.store(subject, NAME, result, lambda found: {NAME: plots.perplexity_figure(found)})
     return result
 
 

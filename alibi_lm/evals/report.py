@@ -8,17 +8,19 @@ import math
 from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import jinja2
 
 from alibi_lm.evals import plots, results, retrieval_plots
 from alibi_lm.evals.metrics import Metrics, read_metrics
 from alibi_lm.evals.retrieval_table import effective_words
+from alibi_lm.evals.scalars import write_scalars
 from alibi_lm.evals.subject import NativeSubject, Subject
 from alibi_lm.evals.tables import horizon_lines, needle_lines, perplexity_lines, retrieval_lines
 from alibi_lm.files import write_text
 from alibi_lm.model.config import ModelConfig
+from alibi_lm.model.layers import Block
 from alibi_lm.model.scaling import head_slopes
 from alibi_lm.settings import flatten
 
@@ -49,6 +51,8 @@ TONES = {
 
 def write_report(subject: Subject) -> Path:
     """Write the report of what has been measured so far, and its pictures; return its path.
+
+    The same numbers go into the evals folder as TensorBoard scalars.
 
     A part that has not been made names the command that makes it.
 
@@ -98,6 +102,7 @@ def write_report(subject: Subject) -> Path:
     )
     path = subject.evals_folder / REPORT
     write_text(path, page)
+    write_scalars(subject)
     return path
 
 
@@ -192,16 +197,30 @@ def _duration(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
 
 
-def slope_rows(subject: Subject) -> list[dict[str, float]]:
-    """Slope and horizon of each head, for models with fixed linear biases; else none."""
+def slope_rows(subject: Subject) -> list[dict[str, Any]]:
+    """Slope and horizon of each head, for models with linear biases; else none.
+
+    Learned slopes differ from layer to layer, and are the weights' own.
+    """
     model = subject.model
-    slopes = None if model is None or model.position != "alibi" else head_slopes(model)
-    rows = []
-    for head, slope in enumerate(slopes or ()):
-        horizon = math.log(FADED) / slope
-        multiple = horizon / subject.training_length
-        rows.append({"head": head, "slope": slope, "horizon": horizon, "multiple": multiple})
-    return rows
+    if model is None or model.position not in ("alibi", "alibi_learned"):
+        return []
+    slopes = {str(head): slope for head, slope in enumerate(head_slopes(model) or ())}
+    if model.position == "alibi_learned":
+        slopes = {
+            f"layer {layer}, head {head}": slope
+            for layer, block in enumerate(subject.decoder().blocks)
+            for head, slope in enumerate(cast(Block, block).attention.current_slopes() or ())
+        }
+    return [
+        {
+            "head": name,
+            "slope": slope,
+            "horizon": math.log(FADED) / slope,
+            "multiple": math.log(FADED) / slope / subject.training_length,
+        }
+        for name, slope in slopes.items()
+    ]
 
 
 def export_facts(subject: Subject) -> dict[str, Any] | None:

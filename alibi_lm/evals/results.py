@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,6 +14,7 @@ from alibi_lm.console import console
 from alibi_lm.data.indexed import TokenFile
 from alibi_lm.data.manifest import check_tokenizer
 from alibi_lm.errors import ConfigError, DataError, Problem
+from alibi_lm.evals import plots
 from alibi_lm.evals.config import (
     GeneralisationConfig,
     HorizonConfig,
@@ -75,8 +76,8 @@ def open_corpora(subject: Subject, config: Settings) -> list[TokenFile]:
         return []
     prefixes = [config.corpus] if config.corpus else subject.validation
     if not prefixes:
-        rule = "the run names no validation corpus"
-        fix = "set corpus=PREFIX, the path of token files without .bin"
+        rule = f"{subject.argument} names no validation corpus"
+        fix = "set text=FILE, GLOB or FOLDER, or corpus=PREFIX, token files without .bin"
         raise DataError(Problem("data.validation", None, rule, fix))
     tokenizer = subject.tokenizer()
     if tokenizer is not None:
@@ -138,12 +139,28 @@ def result_path(subject: Subject, name: str) -> Path:
     return subject.evals_folder / f"{name}.json"
 
 
-def store(subject: Subject, name: str, result: dict[str, Any]) -> Path:
-    """Atomically write a result and return its path.
+def store(
+    subject: Subject,
+    name: str,
+    result: dict[str, Any],
+    figures: Callable[[dict[str, Any]], Mapping[str, plots.Figure]] | None = None,
+) -> Path:
+    """Atomically write a result, and its pictures by name, on rank 0, and return the result's path.
 
     A result of other settings is not lost: it and its picture are kept under a name with a hash
     of those settings.
     """
+
+    def write() -> Path:
+        path = _write(subject, name, result)
+        for key, figure in ({} if figures is None else figures(result)).items():
+            plots.save(figure, path.with_name(f"{key}.png"))
+        return path
+
+    return subject.ranks.on_first(write)
+
+
+def _write(subject: Subject, name: str, result: dict[str, Any]) -> Path:
     path = result_path(subject, name)
     before = stored(subject, name)
     if before is not None and before["inputs"] != result.get("inputs"):
@@ -196,7 +213,8 @@ def once(
     force: bool,
 ) -> dict[str, Any]:
     """Run eval `name` unless it is done already, and say its result in the terminal."""
-    done = None if force else finished(subject, name, config)
+    subject.ranks.together(lambda: open_corpora(subject, config))
+    done = subject.ranks.on_first(lambda: None if force else finished(subject, name, config))
     if done is not None:
         announce_finished(subject, name)
         return done

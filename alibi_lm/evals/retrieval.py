@@ -11,7 +11,6 @@ from alibi_lm.console import console
 from alibi_lm.errors import ConfigError, DataError, Problem
 from alibi_lm.evals import results, retrieval_plots
 from alibi_lm.evals.config import RetrievalConfig
-from alibi_lm.evals.plots import save
 from alibi_lm.evals.retrieval_scoring import Counts, score_all
 from alibi_lm.evals.retrieval_table import ruler_table
 from alibi_lm.evals.retrieval_verdict import retrieval_verdict, task_verdict
@@ -63,7 +62,7 @@ def run_retrieval(
     """
     tokenizer = subject.tokenizer()
     if tokenizer is None:
-        rule = "the run has no tokenizer to write prompts with"
+        rule = "has no tokenizer to write prompts with"
         fix = "set data.tokenizer in the run's config"
         raise DataError(Problem(subject.argument, None, rule, fix))
     files = results.open_corpora(subject, config)
@@ -95,9 +94,7 @@ def run_retrieval(
         **summary(counts, fitting, config.threshold),
         "inputs": results.inputs_of(subject, config, files),
     }
-    path = results.store(subject, NAME, result)
-    for name, figure in retrieval_plots.figures(result).items():
-        save(figure, path.with_name(f"{name}.png"))
+    results.store(subject, NAME, result, retrieval_plots.figures)
     return result
 
 

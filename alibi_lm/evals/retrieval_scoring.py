@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from alibi_lm.console import console
 from alibi_lm.data.tokenizer import Tokenizer
 from alibi_lm.evals.config import RetrievalConfig
 from alibi_lm.evals.distances import Bin, distance_bin
@@ -125,24 +126,27 @@ def score_all(
     counts = Counts(training_length)
     controls = math.ceil(config.num_trials / 2)
     total = sum(length * (num_prompts(task, config) + controls) for task, length in cells)
-    with tqdm(total=total, unit="tok", unit_scale=True, desc="retrieval", disable=None) as bar:
+    quiet = console.muted or None
+    with tqdm(total=total, unit="tok", unit_scale=True, desc="retrieval", disable=quiet) as bar:
         for task, length in cells:
             bar.set_postfix_str(f"{task.name} {length}", refresh=False)
             items = [(index, False) for index in range(num_prompts(task, config))]
             items += [(index, True) for index in range(controls)]
             prompts = ((task.prompt(length, *item), item[1]) for item in items)
-            for batch in equal_batches(prompts, config.batch_tokens):
+            for batch in equal_batches(prompts, config.batch_tokens, scorer.num_replicas):
                 for item, result in zip(batch, _ask(scorer, tokenizer, task, batch), strict=True):
                     counts.add(task.name, length, *item, *result)
                 bar.update(length * len(batch))
     return counts
 
 
-def equal_batches(items: Iterator[Item], batch_tokens: int) -> Iterator[list[Item]]:
-    """Batches of prompts of equal length: a scorer takes no padding.
+def equal_batches(
+    items: Iterator[Item], batch_tokens: int, num_replicas: int = 1
+) -> Iterator[list[Item]]:
+    """Batches of prompts of equal length, about `batch_tokens` for each replica of the model.
 
-    Prompts wait until there is a whole batch of their length, but never more than four batches'
-    tokens of them in all.
+    A scorer takes no padding: prompts wait until there is a whole batch of their length, but never
+    more than four batches' tokens of them in all.
     """
     waiting: dict[int, list[Item]] = defaultdict(list)
     held = 0
@@ -150,10 +154,10 @@ def equal_batches(items: Iterator[Item], batch_tokens: int) -> Iterator[list[Ite
         size = len(item[0].tokens)
         waiting[size].append(item)
         held += size
-        if len(waiting[size]) >= max(1, batch_tokens // size):
+        if len(waiting[size]) >= num_replicas * max(1, batch_tokens // size):
             held -= size * len(waiting[size])
             yield waiting.pop(size)
-        while held > 4 * batch_tokens:
+        while held > 4 * num_replicas * batch_tokens:
             largest = max(waiting, key=lambda n: n * len(waiting[n]))
             held -= largest * len(waiting[largest])
             yield waiting.pop(largest)

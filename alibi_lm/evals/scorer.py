@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from alibi_lm.config import Config
 from alibi_lm.errors import ConfigError, DataError, Problem
 from alibi_lm.model.cache import Cache
 from alibi_lm.model.config import ModelConfig
@@ -16,10 +17,8 @@ from alibi_lm.model.decoder import Decoder
 from alibi_lm.model.generation import decoding_cache
 from alibi_lm.model.horizon import DEFAULT_EPSILON
 from alibi_lm.model.long import DENSE_UP_TO, long_losses, why_dense
+from alibi_lm.parallel.mesh import ALONE, Axis
 from alibi_lm.settings import build, to_dict
-
-if TYPE_CHECKING:
-    from alibi_lm.checkpoint.step import Step
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PREFILL_TOKENS = 65536
@@ -42,6 +41,11 @@ class Scorer(Protocol):
     @property
     def vocab_size(self) -> int:
         """Number of token ids."""
+        ...
+
+    @property
+    def num_replicas(self) -> int:
+        """Copies of the model that share the rows of a batch: give a multiple of it."""
         ...
 
     def token_losses(self, tokens: Tensor) -> Tensor:
@@ -108,6 +112,11 @@ class NativeScorer:
         """Number of token ids."""
         return int(self._decoder.config.vocab_size or 0)
 
+    @property
+    def num_replicas(self) -> int:
+        """This one."""
+        return 1
+
     @torch.inference_mode()
     def token_losses(self, tokens: Tensor) -> Tensor:
         """Losses `[B, T]` of tokens[:, 1:], for tokens `[B, T + 1]`.
@@ -170,7 +179,7 @@ class NativeScorer:
             raise ConfigError(Problem("length", num_positions, rule, fix))
         if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocab_size:
             rule = f"has a token id outside 0 to {self.vocab_size - 1}"
-            fix = "use a corpus made with the run's tokenizer"
+            fix = "use a corpus made with the model's own tokenizer"
             raise DataError(Problem("corpus", None, rule, fix))
         return tokens.to(self._device)
 
@@ -200,15 +209,31 @@ class NativeScorer:
         return torch.stack(new, 1) if new else first.new_empty(len(first), 0, dtype=torch.int64)
 
 
+class Weights(Protocol):
+    """What a native model is made from: a checkpoint, or an imported folder."""
+
+    @property
+    def config(self) -> Config:
+        """The config of its run."""
+        ...
+
+    def decoder(
+        self, dtype: torch.dtype = ..., model: ModelConfig | None = ..., tp: Axis = ...
+    ) -> Decoder:
+        """The model, or this rank's slice of it; `model` replaces the config's own."""
+        ...
+
+
 def native_scorer(
-    step: Step,
+    weights: Weights,
     precision: str,
     epsilon: float | None = 0.0,
     scaling: dict[str, Any] | None = None,
+    tp: Axis = ALONE,
 ) -> NativeScorer:
     """The scorer of a checkpoint's own weights, with the run's scaling of positions or another.
 
-    `epsilon` is as `NativeScorer` takes it.
+    `epsilon` is as `NativeScorer` takes it. Every rank of `tp` gives the same results.
 
     Linear biases stay fp32 whatever the precision: attention computes them from fp32 slopes.
 
@@ -216,7 +241,8 @@ def native_scorer(
         ConfigError: an epsilon above 0 for a model that has no horizons, or a scaling that the
             model cannot have.
     """
-    if scaling is None:
-        return NativeScorer(step.decoder(dtype=DTYPES[precision]), epsilon=epsilon)
-    model = build(ModelConfig, to_dict(step.config.model) | {"scaling": scaling})
-    return NativeScorer(step.decoder(dtype=DTYPES[precision], model=model), epsilon=epsilon)
+    model = None
+    if scaling is not None:
+        model = build(ModelConfig, to_dict(weights.config.model) | {"scaling": scaling})
+    decoder = weights.decoder(dtype=DTYPES[precision], model=model, tp=tp)
+    return NativeScorer(decoder, epsilon=epsilon)

@@ -18,6 +18,11 @@ def perplexity_lines(result: Mapping[str, Any]) -> list[str]:
     if fixed := result.get("fixed_target"):
         title = f"fixed targets, the last {fixed['num_targets']:,} tokens of each document"
         lines += [title, *_length_lines(fixed)]
+    epsilon = result["model"].get("epsilon")
+    if epsilon:
+        lines.append(
+            f"above {DENSE_UP_TO:,} tokens each head leaves out at most {epsilon:g} of a row"
+        )
     if null := result.get("null"):
         lines.append(null["verdict"]["text"])
     return lines
@@ -32,11 +37,6 @@ def _length_lines(result: Mapping[str, Any]) -> list[str]:
         lines.append(
             f"{row['length']:>10,}  {row['multiple']:>10g}  {row['perplexity']:>10.3f}  "
             f"{shown:>17}  {ratio}"
-        )
-    epsilon = result["model"].get("epsilon")
-    if epsilon:
-        lines.append(
-            f"above {DENSE_UP_TO:,} tokens each head leaves out at most {epsilon:g} of a row"
         )
     return lines
 

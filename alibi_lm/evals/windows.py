@@ -91,18 +91,21 @@ def fixed_target_windows(
 
 
 def window_batches(
-    documents: Sequence[np.ndarray], windows: Sequence[Window], batch_tokens: int
+    documents: Sequence[np.ndarray],
+    windows: Sequence[Window],
+    batch_tokens: int,
+    num_replicas: int = 1,
 ) -> Iterator[WindowBatch]:
-    """The windows, longest first, in batches of about `batch_tokens` inputs.
+    """The windows, longest first, in batches of about `batch_tokens` inputs for each replica.
 
-    A batch holds at least one window, however long. Deterministic.
+    A replica's share holds at least one window, however long. Deterministic.
     """
     # Windows of like length go together, so that little is filled up.
     ordered = sorted(windows, key=lambda window: -window.num_inputs)
     first = 0
     while first < len(ordered):
         longest = ordered[first].num_inputs
-        group = ordered[first : first + max(1, batch_tokens // longest)]
+        group = ordered[first : first + num_replicas * max(1, batch_tokens // longest)]
         tokens = np.zeros((len(group), longest + 1), dtype=np.int64)
         for row, window in enumerate(group):
             document = documents[window.document]

@@ -182,6 +182,7 @@ def _write(
         "run": step.run_folder.name,
         "num_parameters": sum(tensor.numel() for tensor in meta.values()),
         "max_length": max_length,
+        "training_length": length,
         "tokenizer_digest": None if tokenizer is None else tokenizer.digest,
         "proof": proof,
         "versions": {name: version(name) for name in ("alibi_lm", "torch", "transformers",

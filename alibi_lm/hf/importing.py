@@ -85,18 +85,18 @@ def import_folder(
     if not folder.is_dir():
         raise CheckpointError(Problem(str(folder), None, "no such folder", "check the path"))
     raw = read_json(folder, "config.json")
-    reading = _reading(folder, raw)
-    theirs = _checked_config(folder, raw, reading)
+    reading = reading_of(folder, raw)
+    theirs = checked_config(folder, raw, reading)
     check_own_files(folder)
-    found = _tokenizer(folder) if tokenizer else None
-    config = _config(folder, run, reading, theirs, found, overrides)
+    found = folder_tokenizer(folder) if tokenizer else None
+    config = run_config(folder, run, reading, theirs, found, overrides)
     kind = choose(proof, config.model)
     kept = dict(_kept(reading, theirs))
     with (
         SourceFolder(folder, reading.prefix, allow_pickle=allow_pickle) as source,
         new_folder(run) as partial,
     ):
-        names = _check_tensors(folder, source, reading, config)
+        names = tensor_names(folder, source, reading, config)
         step = partial / CHECKPOINTS / step_name(0)
         step.mkdir(parents=True)
         imported = {
@@ -118,7 +118,12 @@ def import_folder(
     return imported
 
 
-def _reading(folder: Path, raw: dict[str, Any]) -> Reading:
+def reading_of(folder: Path, raw: dict[str, Any]) -> Reading:
+    """How a folder with this config.json is read.
+
+    Raises:
+        CheckpointError: it is of another class.
+    """
     kind = raw.get("model_type")
     if not isinstance(kind, str) or kind not in READINGS:
         rule = f"is not one of {', '.join(READINGS)}, the classes with linear biases as here"
@@ -127,8 +132,12 @@ def _reading(folder: Path, raw: dict[str, Any]) -> Reading:
     return READINGS[kind]
 
 
-def _checked_config(folder: Path, raw: dict[str, Any], reading: Reading) -> Any:
-    """The class's own reading of config.json, refused where this model computes otherwise."""
+def checked_config(folder: Path, raw: dict[str, Any], reading: Reading) -> Any:
+    """The class's own reading of config.json.
+
+    Raises:
+        CheckpointError: the class cannot read it, or this model would compute otherwise.
+    """
     where, fix = f"{folder}/config.json: ", "no other model is imported"
     problems = []
     for alias, name in reading.aliases.items():
@@ -157,7 +166,7 @@ def _kept(reading: Reading, theirs: Any) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def _tokenizer(folder: Path) -> Tokenizer | None:
+def folder_tokenizer(folder: Path) -> Tokenizer | None:
     """The folder's tokenizer: tokenizer.json, or else a sentencepiece model."""
     for name in ("tokenizer.model", "tokenizer.json"):
         if (folder / name).is_file():
@@ -171,7 +180,7 @@ def _tokenizer(folder: Path) -> Tokenizer | None:
     return None
 
 
-def _config(
+def run_config(
     folder: Path,
     run: Path,
     reading: Reading,
@@ -215,7 +224,7 @@ def _config(
     return config
 
 
-def _check_tensors(
+def tensor_names(
     folder: Path, source: SourceFolder, reading: Reading, config: Config
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
     """By canonical name, the class's name and shape of every tensor, all found in the folder."""

@@ -16,6 +16,8 @@ from alibi_lm.model.initial import initialise
 from alibi_lm.model.layers import Block, Embedding, Head, layers, vocab_size
 from alibi_lm.model.split_loss import output_losses
 from alibi_lm.parallel.mesh import ALONE, Axis
+from alibi_lm.parallel.run_reader import RunReader
+from alibi_lm.parallel.shard import Run, Shard, shard_of
 
 
 class Decoder(nn.Module):
@@ -101,3 +103,27 @@ class Decoder(nn.Module):
     def num_parameters(self) -> int:
         """Number of weights of this rank; a shared one counts once."""
         return sum(parameter.numel() for parameter in self.parameters())
+
+
+@torch.no_grad()
+def filled_decoder(
+    config: ModelConfig, reader: RunReader, dtype: torch.dtype = torch.float32, tp: Axis = ALONE
+) -> Decoder:
+    """A decoder in evaluation mode, with the weights of `reader` in `dtype`.
+
+    Each rank of `tp` reads its slice alone, one parameter at a time.
+    """
+    with torch.device("meta"):
+        decoder = Decoder(config, seed=None, tp=tp)
+    shards: dict[str, Shard | None] = {n: shard_of(p) for n, p in decoder.named_parameters()}
+    decoder = decoder.to(dtype).to_empty(device="cpu")
+    for name, parameter in decoder.named_parameters():
+        shard, flat = shards[name], parameter.view(-1)
+        if shard is None:
+            runs = [(0, Run.contiguous(0, flat.numel()))]
+        else:
+            parameter.zero_()  # padding stays so
+            name, runs = shard.canonical_name(name), list(shard.runs(0, flat.numel()))
+        for first, run in runs:
+            flat[first : first + run.numel] = reader.read_run(name, "param", run)
+    return decoder.eval()

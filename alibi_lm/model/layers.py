@@ -149,6 +149,14 @@ class Attention(nn.Module):
         mixed = attention(q, k, v, slopes=slopes, window=self.config.window, bias=bias)
         return self.output(mixed.transpose(1, 2).flatten(2))
 
+    def current_slopes(self) -> tuple[float, ...] | None:
+        """The rank's heads' slopes as they are now: learned ones change; None without any."""
+        if self.config.position != "alibi_learned":
+            return self.slopes
+        assert self.slopes is not None
+        with torch.no_grad():
+            return tuple(learned_slopes(self.slopes, self.log_slope_ratio).tolist())
+
     def project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q [B, H, T, D], k and v [B, KV, T, D] of hidden [B, T, hidden_size], no position yet.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import count
 from string import ascii_lowercase
 
 import numpy as np
@@ -80,7 +81,8 @@ class CommonWords:
             shown, common, uncommon = self._example_sizes(length)
             short = common * self._common + uncommon * (shown - self._common)
             size += self._frame_size() + self._list_size(short, 0)
-            size += self._list_size(self._common, 0) + len(self._encode("\n"))
+            # The answer's first number has a space before it.
+            size += self._list_size(self._common, 0) + len(self._encode("\n")) + 1
         return size + self._room
 
     def _list_size(self, num_short: int, num_others: int) -> int:
@@ -101,14 +103,17 @@ class CommonWords:
     def prompt(self, length: int, index: int, control: bool = False) -> Prompt:
         """Prompt `index` of at most `length` tokens; a control has other words in the list."""
         generator = generator_of(self._seed, self.name, length, index)
-        example = self._example(generator, length) if self._sizes.cwe_example else []
+        shuffled = self._shuffled(generator)
+        example: list[int] = []
+        if self._sizes.cwe_example:
+            example, shuffled = self._example(generator, length, shuffled)
         space = length - self._room - len(example) - self._frame_size()
         common, uncommon = self.repeats(length)
-        words = self._fitting(self._shuffled(generator), space, common, uncommon)
-        if len(words) > len(WORDS) - 4 * self._common:  # all that may be taken fit
+        words, full = self._fitting(shuffled, space, common, uncommon)
+        if not full:
             pairs = compounds()
             order = generator.choice(len(pairs), size=min(len(pairs), space), replace=False)
-            words = self._fitting([pairs[i] for i in order], space, common, uncommon)
+            words, full = self._fitting([pairs[i] for i in order], space, common, uncommon)
         asked, others = words[: self._common], words[self._common :]
         if len(others) == 0:
             rule = f"has room for {len(words)} different words"
@@ -128,14 +133,17 @@ class CommonWords:
         )  # fmt: skip
 
     def _shuffled(self, generator: np.random.Generator) -> list[str]:
-        """All words in random order, short ones first as far as common words go."""
+        """All words in random order, but short ones first."""
         words = [WORDS[i] for i in generator.permutation(len(WORDS)).tolist()]
-        common = [word for word in words if len(self._encode(" " + word)) <= self._short]
-        chosen = common[: self._common]
-        return chosen + [word for word in words if word not in chosen]
+        return sorted(words, key=lambda word: len(self._encode(" " + word)) > self._short)
 
-    def _fitting(self, words: list[str], space: int, common: int, uncommon: int) -> list[str]:
-        """As many words as fit into the list, none of which holds, or is in, a common one."""
+    def _fitting(
+        self, words: list[str], space: int, common: int, uncommon: int
+    ) -> tuple[list[str], bool]:
+        """As many words as fit, the common ones first, and whether that is not all of them.
+
+        No other word holds, or is part of, a common one: answers are looked for as substrings.
+        """
         chosen = words[: self._common]
         items = common * len(chosen)
         used = common * sum(len(self._encode(" " + word)) for word in chosen)
@@ -147,11 +155,11 @@ class CommonWords:
             more = uncommon * len(self._encode(" " + word))
             more += sum(self._number_tokens(items + 1 + i) for i in range(uncommon))
             if used + more > space:
-                break
+                return taken, True
             used += more
             items += uncommon
             taken.append(word)
-        return taken
+        return taken, False
 
     def _number_tokens(self, number: int) -> int:
         return len(self._encode(f" {number}." if number > 1 else "1."))
@@ -163,17 +171,17 @@ class CommonWords:
             tokens += self._encode(" " + word)
         return tokens
 
-    def _example(self, generator: np.random.Generator, length: int) -> list[int]:
-        """A solved list before the one asked about."""
+    def _example(
+        self, generator: np.random.Generator, length: int, words: list[str]
+    ) -> tuple[list[int], list[str]]:
+        """A solved list before the one asked about, of short words; and the words left."""
         shown, common, uncommon = self._example_sizes(length)
-        words = self._shuffled(generator)
-        short = [word for word in words if len(self._encode(" " + word)) <= self._short]
-        asked, others = short[: self._common], short[self._common : shown]
+        asked, others, left = words[: self._common], words[self._common : shown], words[shown:]
         items = generator.permutation([*asked * common, *others * uncommon]).tolist()
         tail = self._encode(CWE_TAIL.format(count=self._common))
         answer = self._encode.once(" " + " ".join(f"{i}. {w}" for i, w in enumerate(asked, 1)))
         head = self._encode(CWE_HEAD)
-        return [*head, *self._numbered(items), *tail, *answer, *self._encode("\n")]
+        return [*head, *self._numbered(items), *tail, *answer, *self._encode("\n")], left
 
 
 class FrequentWords:
@@ -203,9 +211,7 @@ class FrequentWords:
     def shortest(self, length: int) -> int:
         """The least with four different words of which the three asked are told apart."""
         frame = len(self._encode(FWE_HEAD)) + len(self._encode(FWE_TAIL)) + self._room
-        draws = 1
-        while not _told_apart(self._counts(draws, max(5, self._num_words or 0))):
-            draws *= 2
+        draws = next(n for n in count(1) if self._told_apart(n))
         widest = LETTERS + 1
         needed = frame + draws * max(len(self._encode(" " + DOTS)), widest)
         words = 0 if self._num_words else 50 * (NUM_ASKED + 1) + self._room
@@ -214,18 +220,18 @@ class FrequentWords:
     def prompt(self, length: int, index: int, control: bool = False) -> Prompt:
         """Prompt `index` of at most `length` tokens; a control has other words for those asked."""
         generator = generator_of(self._seed, self.name, length, index)
-        count = self.num_words(length)
-        drawn = _coded(generator, count + NUM_ASKED)
-        words = [DOTS, *drawn[1:count]]
+        num_words = self.num_words(length)
+        drawn = _coded(generator, num_words + NUM_ASKED)
+        words = [DOTS, *drawn[1:num_words]]
         asked = words[1 : NUM_ASKED + 1]
         if control:
-            words[1 : NUM_ASKED + 1] = drawn[count:]
+            words[1 : NUM_ASKED + 1] = drawn[num_words:]
         pieces = [self._encode.once(" " + word) for word in words]
         sizes = np.array([len(piece) for piece in pieces])
         frame = [self._encode(FWE_HEAD), self._encode(FWE_TAIL)]
         space = length - self._room - sum(map(len, frame))
-        counts = self._counts(self._draws(sizes, space), count)
-        order = generator.permutation(np.repeat(np.arange(count), counts)).tolist()
+        counts = self._counts(self._draws(sizes, space), num_words)
+        order = generator.permutation(np.repeat(np.arange(num_words), counts)).tolist()
         body = joined(pieces[i] for i in order)
         return Prompt(
             tokens=joined([frame[0], body, frame[1]]),
@@ -234,7 +240,7 @@ class FrequentWords:
             distance=len(body) + len(frame[1]),
             counts={"words": int((counts > 0).sum()), "items": int(counts.sum()),
                     "third": int(counts[NUM_ASKED]), "fourth": int(counts[NUM_ASKED + 1])
-                    if count > NUM_ASKED + 1 else 0},
+                    if num_words > NUM_ASKED + 1 else 0},
         )  # fmt: skip
 
     def _counts(self, draws: int, num_words: int) -> np.ndarray:
@@ -243,7 +249,14 @@ class FrequentWords:
         return (draws * ranks**-self._alpha / _zeta(self._alpha)).astype(np.int64)
 
     def _draws(self, sizes: np.ndarray, space: int) -> int:
-        """The most draws whose words fit; by bisection, as their tokens grow with the draws."""
+        """The most draws whose words fit; by bisection, as their tokens grow with the draws.
+
+        Some numbers of draws give the last word asked for as often as the next one: they are
+        passed over.
+
+        Raises:
+            DataError: no number of draws fits.
+        """
         low, high = 0, 4 * space
         while low < high:
             middle = (low + high + 1) // 2
@@ -251,12 +264,16 @@ class FrequentWords:
                 low = middle
             else:
                 high = middle - 1
-        return low
+        for draws in range(low, 0, -1):
+            if self._told_apart(draws):
+                return draws
+        rule = f"has no room for its words in {space} tokens"
+        raise DataError(Problem(self.name, None, rule, "give a longer length"))
 
-
-def _told_apart(counts: np.ndarray) -> bool:
-    """Whether the third word asked for is more frequent than any other."""
-    return bool(counts[NUM_ASKED] > counts[NUM_ASKED + 1])
+    def _told_apart(self, draws: int) -> bool:
+        """Whether the last word asked for is more frequent than any other."""
+        counts = self._counts(draws, NUM_ASKED + 2)
+        return bool(counts[NUM_ASKED] > counts[NUM_ASKED + 1])
 
 
 def _zeta(alpha: float) -> float:

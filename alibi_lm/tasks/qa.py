@@ -94,8 +94,7 @@ class QuestionAnswering:
         tail = self._encode.once(TAIL.format(query=question.text))
         own = [] if control else list(question.documents)
         space = length - self._room - len(head) - len(tail)
-        space -= sum(len(self._documents[i]) + self._overhead for i in own)
-        chosen = own + self._others(question, space, generator)
+        chosen = self._filled(question, own, space, generator)
         shuffled = [chosen[i] for i in generator.permutation(len(chosen)).tolist()]
         parts: list[list[int]] = [head]
         start = None
@@ -113,12 +112,20 @@ class QuestionAnswering:
             counts={"documents": len(shuffled), "own": len(own)},
         )
 
-    def _others(self, question: Question, space: int, generator: np.random.Generator) -> list[int]:
-        """Documents of other questions without an answer in them, as many as fit."""
+    def _size(self, document: int, number: int) -> int:
+        """Tokens of a document that stands at place `number` of a prompt."""
+        header = self._encode(DOCUMENT.format(number=number))
+        return len(header) + len(self._documents[document]) + len(self._encode(BREAK))
+
+    def _filled(
+        self, question: Question, own: list[int], space: int, generator: np.random.Generator
+    ) -> list[int]:
+        """The given documents, and others without an answer in them, as many as fit."""
         answers = [answer.lower() for answer in question.answers]
-        chosen, misses = [], 0
+        space -= sum(self._size(document, number) for number, document in enumerate(own, 1))
+        chosen, misses = list(own), 0
         for document in generator.permutation(len(self._documents)).tolist():
-            size = len(self._documents[document]) + self._overhead
+            size = self._size(document, len(chosen) + 1)
             if size > space:
                 misses += 1
                 if misses == _MISSES:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import product
 
 _ADJECTIVES = """
@@ -64,6 +65,7 @@ def key_word(index: int) -> str:
     return f"{ADJECTIVES[adjective]}-{NOUNS[noun]}"
 
 
-def compounds() -> list[str]:
+@cache
+def compounds() -> tuple[str, ...]:
     """Words written together from two, for lists that need more than WORDS."""
-    return sorted({first + second for first, second in product(ADJECTIVES, NOUNS)})
+    return tuple(sorted({first + second for first, second in product(ADJECTIVES, NOUNS)}))

@@ -41,8 +41,8 @@ def main(arguments: Sequence[str]) -> int:
         console.error(str(error))
         return error.exit_code
     console.muted = int(os.environ["RANK"]) != 0
-    _quiet_libraries()
-    _share_cores()
+    quiet_libraries()
+    share_cores()
 
     # Imported here: DeepSpeed picks its accelerator and log level from the environment.
     from alibi_lm.train.pretrain import pretrain
@@ -70,7 +70,8 @@ def main(arguments: Sequence[str]) -> int:
     return 0 if finished else EXIT_STOPPED
 
 
-def _quiet_libraries() -> None:
+def quiet_libraries() -> None:
+    """Leave out what the libraries say of themselves."""
     os.environ.setdefault("DS_LOG_LEVEL", "warning")
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     threading.excepthook = _thread_failed
@@ -86,7 +87,7 @@ def _thread_failed(failure: threading.ExceptHookArgs) -> None:
         threading.__excepthook__(failure)
 
 
-def _share_cores() -> None:
+def share_cores() -> None:
     """Give each rank of this host its share of the cores, unless the user has said how many."""
     import torch
 

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from alibi_lm.claims.run import load_claims
+from alibi_lm.claims.training import members
 from alibi_lm.config import Config, load_config
 from alibi_lm.data.prepare import load_recipe
 from alibi_lm.evals.suite import read_suite
@@ -43,14 +45,14 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "data": (),
     "tasks": ("data.tokenizer", "data.indexed"),
     "checkpoint": ("config", "parallel", "model", "data.tokenizer"),
-    "hf": ("config", "model", "data", "checkpoint"),
-    "evals": ("config", "model", "data", "tasks", "checkpoint", "hf"),
+    "hf": ("config", "parallel", "model", "data", "checkpoint"),
+    "evals": ("config", "parallel", "model", "data", "tasks", "checkpoint", "hf"),
     "train": ("config", "parallel", "model", "data", "checkpoint", "evals"),
-    "claims": ("config", "model", "data", "checkpoint", "evals", "train"),
+    "claims": ("config", "model", "data", "tasks", "checkpoint", "evals", "train"),
     "plan": ("config", "parallel", "model", "data", "train"),
     "doctor": ("config", "model", "train"),
     "text": ("config", "model", "data", "checkpoint"),
-    "commands": ("text", "model", "data", "checkpoint", "hf", "evals"),
+    "commands": ("text", "parallel", "model", "data", "checkpoint", "hf", "evals", "train"),
     "cli": (
         "commands",
         "config",
@@ -82,7 +84,7 @@ MAY_IMPORT_OF_BASE: dict[str, tuple[str, ...]] = {
 SECTIONS = re.compile(r"^(claims|data|evals|model|parallel|tasks|train)\.config$")
 """The packages' own config sections: below everything, they know of mistakes only."""
 
-ENVIRONMENT_READERS = {"train.entry", "cli"}
+ENVIRONMENT_READERS = {"train.entry", "cli", "commands.ranks"}
 PRINTERS = {"console"}
 PIPELINE_USERS = {"parallel.pipeline"}
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_SCRIPT_LINES = 400, 80, 40
@@ -152,9 +154,16 @@ def test_every_recipe_loads(path: Path) -> None:
     assert load_recipe(path).sources
 
 
-@pytest.mark.parametrize("path", sorted((REPOSITORY / "evals").rglob("*.yaml")), ids=name_of)
+@pytest.mark.parametrize("path", sorted((REPOSITORY / "evals").glob("*.yaml")), ids=name_of)
 def test_every_suite_loads(path: Path) -> None:
     read_suite(path)
+
+
+@pytest.mark.parametrize(
+    "path", sorted((REPOSITORY / "evals" / "suites").glob("*.yaml")), ids=name_of
+)
+def test_every_claims_suite_loads(path: Path) -> None:
+    assert members(load_claims(path))
 
 
 # ---- launch templates ---------------------------------------------------------------------------

@@ -91,7 +91,7 @@ class FakeStep:
         """The run's tokenizer."""
         return self.fake_tokenizer
 
-    def decoder(self, dtype: torch.dtype = torch.float32) -> Decoder:
+    def decoder(self, dtype: torch.dtype = torch.float32, **_: Any) -> Decoder:
         """The model."""
         assert self.fake_decoder is not None
         return self.fake_decoder.to(dtype).eval()
@@ -139,6 +139,7 @@ class PlantedLosses:
     """Losses by a rule of (tokens, position in the window); answers as a uniform model's."""
 
     vocab_size = VOCAB_SIZE
+    num_replicas = 1
 
     def __init__(self, rule: Any) -> None:
         self._rule = rule

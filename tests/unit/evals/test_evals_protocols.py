@@ -261,7 +261,9 @@ def test_scaling_is_a_setting_of_the_eval(tmp_path: Path) -> None:
     class Step:
         config = fake_step(tmp_path, []).config
 
-        def decoder(self, dtype: torch.dtype, model: ModelConfig | None = None) -> Decoder:
+        def decoder(
+            self, dtype: torch.dtype, model: ModelConfig | None = None, **_: Any
+        ) -> Decoder:
             return Decoder(model or self.config.model, seed=1).to(dtype)
 
     step: Any = Step()

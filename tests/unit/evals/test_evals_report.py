@@ -114,7 +114,7 @@ def test_full_report_stands_alone(step: Any) -> None:
     step.hf_folder.mkdir(parents=True)
     (step.hf_folder / "alibi_lm_export.json").write_text(json.dumps(EXPORT))
     page = parsed(write_report(NativeSubject(step)))
-    assert page.tags.count("img") == 3
+    assert page.tags.count("img") == 4
     assert all(re.match(r"data:", reference) for reference in page.references)
     assert "script" not in page.tags
     text = " ".join(page.text)
@@ -243,7 +243,7 @@ def test_evaluate_skips_what_is_done(
 
 
 def test_every_suite_of_the_repository_loads() -> None:
-    suites = sorted((Path(__file__).parents[3] / "evals").glob("**/*.yaml"))
+    suites = sorted((Path(__file__).parents[3] / "evals").glob("*.yaml"))
     assert suites
     for path in suites:
         read_suite(path)
