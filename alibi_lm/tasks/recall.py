@@ -69,6 +69,14 @@ class Filler:
             num_tokens -= size
         return tuple(pieces)
 
+    def as_pieces(self, ids: list[int]) -> tuple[str, ...]:
+        """Texts that encode to the ids: one where it does, else one a token that does."""
+        text = self._decode(ids)
+        if self._encode(text) == ids:
+            return (text,)
+        singles = [(self._decode([token]), token) for token in ids]
+        return tuple(text for text, token in singles if self._encode(text) == [token])
+
     def _from(self, start: int, size: int) -> str:
         """About `size` characters of the text, from the line after `start`."""
         line = self._text.find("\n", start, start + 400) + 1 or start
@@ -170,34 +178,43 @@ class RecallMaker:
     def _passkey(self, generator: np.random.Generator) -> tuple[str, ...]:
         """One key in repeated sentences."""
         (number,) = _different_numbers(generator, passkey.NUM_DIGITS, 1)
-        line = passkey.KEY_LINE.format(key=number)
-        end = (passkey.QUESTION, passkey.ANSWER.format(key=number))
-        room = self._room - self._size((passkey.HEAD, line, *end))
+        answer = passkey.ANSWER.format(key=number)
+        # The statement in the parts in which the eval encodes it.
+        first, middle, last = (part.rstrip(" ") for part in passkey.KEY_LINE.split("{key}"))
+        line = (first, answer, middle, answer, last)
+        end = (passkey.QUESTION, answer)
+        room = self._room - self._size((passkey.HEAD, *line, *end))
         if room < 0:
             return ()
-        before = int(generator.integers(room + 1))
-        prompt = (
-            passkey.HEAD,
-            *self._sentences(before),
-            line,
-            *self._sentences(room - before),
-            *end,
-        )
-        # Sentences are not cut; what they leave of the room comes after the answer.
+        after = self._sentences(int(generator.integers(room + 1)))
+        before = self._end_of_sentences(room - self._size(after))
+        prompt = (passkey.HEAD, *before, *line, *after, *end)
+        # As good as always nothing: a piece of a sentence that is encoded otherwise by itself.
         return (*prompt, *self._filler.cut(generator, self._room - self._size(prompt)))
 
     def _sentences(self, num_tokens: int) -> tuple[str, ...]:
-        """The passkey's filler: sentences in order, at most `num_tokens` tokens of them."""
+        """The passkey's filler: whole sentences in order, at most `num_tokens` tokens of them."""
         pieces: list[str] = []
-        for index in range(num_tokens):
-            sentence = passkey.FILLER[index % len(passkey.FILLER)]
-            piece = sentence if index == 0 else " " + sentence
+        while True:
+            sentence = passkey.FILLER[len(pieces) % len(passkey.FILLER)]
+            piece = " " + sentence if pieces else sentence
+            num_tokens -= self._size((piece,))
+            if num_tokens < 0:
+                return tuple(pieces)
+            pieces.append(piece)
+
+    def _end_of_sentences(self, num_tokens: int) -> tuple[str, ...]:
+        """The last `num_tokens` tokens of the repeated sentences, a cut one first."""
+        pieces: list[str] = []
+        while num_tokens > 0:
+            piece = " " + passkey.FILLER[-1 - len(pieces) % len(passkey.FILLER)]
             size = self._size((piece,))
             if size > num_tokens:
-                break
+                ids = self._encode(piece)[-num_tokens:]
+                return (*self._filler.as_pieces(ids), *reversed(pieces))
             pieces.append(piece)
             num_tokens -= size
-        return tuple(pieces)
+        return tuple(reversed(pieces))
 
     def _spread(self, generator: np.random.Generator, facts: list[Fact]) -> tuple[str, ...]:
         """Facts at random places of filler, then all their queries in another order."""
