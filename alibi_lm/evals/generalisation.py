@@ -87,7 +87,7 @@ def score_trials(
     """Put problems to the model, those of equal sizes together."""
     tally = Tally()
     num_end = len(tokenizer.encode(END))
-    for batch in _batches(trials, batch_tokens):
+    for batch in _batches(trials, batch_tokens, scorer.num_replicas):
         prompts = torch.tensor([trial.prompt for trial in batch])
         answers = torch.tensor([trial.answer for trial in batch])
         size = answers.shape[1]
@@ -104,12 +104,14 @@ def score_trials(
     return tally
 
 
-def _batches(trials: Sequence[Trial], batch_tokens: int) -> Iterator[list[Trial]]:
+def _batches(
+    trials: Sequence[Trial], batch_tokens: int, num_replicas: int
+) -> Iterator[list[Trial]]:
     groups: dict[tuple[int, int], list[Trial]] = defaultdict(list)
     for trial in trials:
         groups[len(trial.prompt), len(trial.answer)].append(trial)
     for (prompt, answer), group in groups.items():
-        size = max(1, batch_tokens // (prompt + answer))
+        size = num_replicas * max(1, batch_tokens // (prompt + answer))
         for start in range(0, len(group), size):
             yield group[start : start + size]
 

@@ -30,6 +30,7 @@ class Solver:
     """Solves problems of up to `reach` items; beyond it, all but the first token is right."""
 
     vocab_size = 4096
+    num_replicas = 1
 
     num_replicas = 1
 
