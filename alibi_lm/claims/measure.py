@@ -17,11 +17,12 @@ from alibi_lm.claims.config import GroupConfig
 from alibi_lm.claims.training import Member
 from alibi_lm.data.indexed import TokenFile
 from alibi_lm.evals import protocols
-from alibi_lm.evals.config import GeneralisationConfig, RetrievalConfig
+from alibi_lm.evals.config import GeneralisationConfig, NeedleConfig
 from alibi_lm.evals.documents import choose_documents, target_bytes
 from alibi_lm.evals.generalisation import make_trials, score_trials
+from alibi_lm.evals.needle import score_grid
+from alibi_lm.evals.needle_prompts import PromptMaker
 from alibi_lm.evals.null_model import cut_losses, draw
-from alibi_lm.evals.retrieval_scoring import score_all
 from alibi_lm.evals.scorer import NativeScorer, native_scorer
 from alibi_lm.evals.windows import non_overlapping_windows
 from alibi_lm.files import write_json
@@ -29,9 +30,6 @@ from alibi_lm.model.cache import Cache, LayerCache
 from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.decoder import Decoder
 from alibi_lm.settings import build, to_dict
-from alibi_lm.tasks.config import TaskSizes
-from alibi_lm.tasks.passkey import Passkey
-from alibi_lm.tasks.prompt import Encoder
 
 EVIDENCE = "claims_evidence.json"
 BATCH_TOKENS = 16384
@@ -108,21 +106,21 @@ def measure_text(step: Step, settings: GroupConfig) -> dict[str, Any]:
 
 
 def measure_recall(step: Step, settings: GroupConfig) -> dict[str, Any]:
-    """Passkeys found at each length and distance; with linear biases, under scaled slopes too.
+    """Needles found at each length and distance; with linear biases, under scaled slopes too.
 
     The factor of the scaling is the longest length over the training length, at every length.
     """
     lengths, trained = sorted(settings.lengths), step.config.train.sequence_length
     tokenizer = step.tokenizer()
     assert tokenizer is not None
+    files = [TokenFile(prefix) for prefix in step.config.data.validation]
+    config = NeedleConfig(lengths=lengths, num_trials=settings.num_trials)
+    maker = PromptMaker(tokenizer, files, config.seed)
+    maker.check(lengths)
     variants: dict[str, dict[str, Any] | None] = {"plain": None}
     if step.config.model.position == "alibi" and lengths[-1] > trained:
         factor = lengths[-1] / trained
         variants |= {kind: {"kind": kind, "factor": factor} for kind in ("linear", "ntk")}
-    config = RetrievalConfig(
-        lengths=lengths, num_trials=settings.num_trials, sizes=TaskSizes(passkey_num_distances=8)
-    )
-    task = Passkey(Encoder(tokenizer), config.seed, config.sizes)
     found: dict[str, list[dict[str, Any]]] = {}
     for name, scaling in variants.items():
         scorer = native_scorer(step, "fp32", scaling=scaling)
@@ -131,12 +129,12 @@ def measure_recall(step: Step, settings: GroupConfig) -> dict[str, Any]:
                 "length": length,
                 "distance": high,
                 "ranking": tally.ranked,
-                "generation": tally.whole,
+                "generation": tally.generated,
                 "trials": tally.trials,
             }
             for length in lengths
-            for (_, (_, high)), tally in sorted(
-                score_all(scorer, tokenizer, [(task, length)], config, trained).bins.items()
+            for (_, high), tally in sorted(
+                score_grid(scorer, maker, tokenizer, [length], config, trained).bins.items()
             )
         ]
     return {"variants": found}

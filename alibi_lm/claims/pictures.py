@@ -40,7 +40,7 @@ def pictures(evidence: Evidence) -> dict[str, Figure]:
     if recall is not None:
         distances, shares, trained = recall
         found["recall"] = _figure(
-            "Passkeys found by ranking (10% by chance)", "distance (tokens)",
+            "Needles found by ranking (10% by chance)", "distance (tokens)",
             "share found", distances, shares, trained,
         )  # fmt: skip
     items = _generalisation_series(evidence)

@@ -219,12 +219,8 @@ def _recall_learnt(evidence: Evidence) -> Finding:
     if not rates:
         raise Missing("the suite has no recall models")
     generated = {name: evidence.recall(name, beyond=False, how="generation") for name in names}
-    text = (
-        "Passkeys found in prompts of at most L tokens, by ranking (by generation): "
-        + ", ".join(
-            f"{name} {found.mean:.0%} ({generated[name].mean():.0%})"
-            for name, found in rates.items()
-        )
+    text = "Needles found in prompts of at most L tokens, by ranking (by generation): " + ", ".join(
+        f"{name} {found.mean:.0%} ({generated[name].mean():.0%})" for name, found in rates.items()
     )
     best = max(found.mean for found in rates.values())
     return Finding("confirmed" if best >= 0.9 else "refuted", text + ".")
@@ -235,7 +231,7 @@ def _recall_fails(evidence: Evidence) -> Finding:
     beyond = evidence.recall("alibi", beyond=True)
     found = estimate(beyond - within / 2)
     text = (
-        f"ALiBi finds {estimate(within).mean:.0%} of passkeys in prompts of at most L tokens, "
+        f"ALiBi finds {estimate(within).mean:.0%} of needles in prompts of at most L tokens, "
         f"{shown(estimate(beyond), 2)} of those beyond (10% by chance)."
     )
     return Finding(below(found, 0.0), text)
@@ -247,7 +243,7 @@ def _nope_recall(evidence: Evidence) -> Finding:
     nope, alibi = (evidence.recall(name, beyond=True) for name in ("nope", "alibi"))
     found = estimate(nope - alibi)
     text = (
-        f"Passkeys beyond the training length: NoPE {nope.mean():.0%}, ALiBi {alibi.mean():.0%}; "
+        f"Needles beyond the training length: NoPE {nope.mean():.0%}, ALiBi {alibi.mean():.0%}; "
         f"difference {shown(found, 2)}."
     )
     return Finding(above(found, 0.0), text)
@@ -260,7 +256,7 @@ def _scaled_recall(evidence: Evidence) -> Finding:
         name: estimate(evidence.recall("alibi", beyond=True, variant=name) - plain)
         for name in ("linear", "ntk")
     }
-    text = "Passkeys beyond the training length, scaled slopes less plain ones: " + ", ".join(
+    text = "Needles beyond the training length, scaled slopes less plain ones: " + ", ".join(
         f"{name} {shown(gain, 2)}" for name, gain in gains.items()
     )
     return Finding(all_of(*(above(gain, 0.0) for gain in gains.values())), text + ".")
@@ -268,14 +264,25 @@ def _scaled_recall(evidence: Evidence) -> Finding:
 
 def _reasoning(evidence: Evidence) -> Finding:
     names = [model for group, model in evidence.runs if group == "generalisation"]
-    rates = {name: evidence.accuracy(name, beyond=True) for name in names}
-    if not {"nope", "alibi"} <= rates.keys():
+    if not {"nope", "alibi"} <= set(names):
         raise Missing("the suite has no generalisation models nope and alibi")
-    within = {name: float(evidence.accuracy(name, beyond=False).mean()) for name in names}
+    every = dict.fromkeys(
+        cell["task"] for cell in evidence.of("generalisation", "nope")[0]["cells"]
+    )
+    within = {
+        (name, task): float(evidence.accuracy(name, beyond=False, tasks=[task]).mean())
+        for name in names
+        for task in every
+    }
+    tasks = [task for task in every if min(within["nope", task], within["alibi", task]) >= 0.5]
+    if not tasks:
+        best = ", ".join(f"{task} {within['alibi', task]:.0%}" for task in every)
+        raise Missing(f"no task is learnt within the trained numbers of items (ALiBi: {best})")
+    rates = {name: evidence.accuracy(name, beyond=True, tasks=tasks) for name in names}
     found = estimate(rates["nope"] - rates["alibi"])
     text = (
-        "Exact answers beyond the trained numbers of items (within them): "
-        + ", ".join(f"{n} {rates[n].mean():.0%} ({within[n]:.0%})" for n in names)
+        f"Exact answers beyond the trained numbers of items ({', '.join(tasks)}): "
+        + ", ".join(f"{name} {rate.mean():.0%}" for name, rate in rates.items())
         + f". NoPE less ALiBi: {shown(found, 2)}."
     )
     return Finding(above(found, 0.0), text)

@@ -181,6 +181,14 @@ def test_a_model_that_retrieves_nowhere_settles_nothing_beyond() -> None:
     assert finding("recall-learnt", evidence).verdict == "confirmed"  # NoPE does
 
 
+def test_problems_that_nobody_learnt_settle_nothing() -> None:
+    evidence = as_published()
+    evidence.runs["generalisation", "alibi"] = [reasoning(0.3, 0.0) for _ in NOISE]
+    found = finding("nope-reasoning", evidence)
+    assert found.verdict == "not tested here"
+    assert "copy 30%" in found.text
+
+
 def test_the_interval_is_students() -> None:
     """Its quantile from the density itself, integrated."""
     for count in (2, 3, 4, 8):
