@@ -45,7 +45,8 @@ format: $(INSTALLED)
 
 test: export DS_ACCELERATOR := cpu
 test: $(INSTALLED)
-	$(BIN)/pytest -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow" --numprocesses auto --dist loadfile tests/unit
+	$(BIN)/pytest -m "not slow" tests/distributed tests/launch
 
 test-all: export DS_ACCELERATOR := cpu
 test-all: $(INSTALLED)
