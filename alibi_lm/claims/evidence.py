@@ -31,7 +31,9 @@ class Evidence:
         """
         found = self.runs.get((group, model))
         if not found:
-            raise Missing(f"the suite has no {group} model {model}")
+            raise Missing(
+                f"{group} model {model} is not in the suite, or not trained from every seed"
+            )
         return found
 
     def trained(self, model: str, group: str = "text") -> int:

@@ -52,9 +52,9 @@ def measured(
     }
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, json.JSONDecodeError):
-        stored = {}
-    if stored.get("inputs") == inputs:
+    except (FileNotFoundError, UnicodeDecodeError, json.JSONDecodeError):
+        stored = None
+    if isinstance(stored, dict) and stored.get("inputs") == inputs:
         return dict(stored)
     found = {**measure(step, settings), "inputs": inputs, "tokens": step.meta["tokens"],
              "num_parameters": step.decoder().num_parameters()}  # fmt: skip

@@ -54,6 +54,8 @@ def run_claims(
     """
     suite = load_claims(path, overrides)
     runs = members(suite)
+    # A page that cannot be written is better known before hours of training than after.
+    Path(suite.results).mkdir(parents=True, exist_ok=True)
     if train:
         for recipe in suite.recipes:
             prepare(load_recipe(recipe))
@@ -86,9 +88,10 @@ def gather(suite: ClaimsConfig, finished: Sequence[Member]) -> Evidence:
 def _stored_cost(suite: ClaimsConfig) -> dict[str, Any] | None:
     try:
         stored = json.loads((Path(suite.work) / COST).read_text(encoding="utf-8"))
-    except (FileNotFoundError, json.JSONDecodeError):
+    except (FileNotFoundError, UnicodeDecodeError, json.JSONDecodeError):
         return None
-    return dict(stored) if stored.get("settings") == to_dict(suite.cost) else None
+    same = isinstance(stored, dict) and stored.get("settings") == to_dict(suite.cost)
+    return dict(stored) if same else None
 
 
 def _cost(suite: ClaimsConfig) -> dict[str, Any] | None:

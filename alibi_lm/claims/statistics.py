@@ -65,3 +65,9 @@ def all_of(*verdicts: Verdict) -> Verdict:
     """A claim of several parts: refuted by any, confirmed by all."""
     worst: tuple[Verdict, ...] = ("refuted", "not tested here", "cannot tell at this scale")
     return next((word for word in worst if word in verdicts), "confirmed")
+
+
+def any_of(*verdicts: Verdict) -> Verdict:
+    """A claim that one of several may bear out: confirmed by any, refuted by all."""
+    best: tuple[Verdict, ...] = ("confirmed", "cannot tell at this scale", "not tested here")
+    return next((word for word in best if word in verdicts), "refuted")

@@ -87,11 +87,15 @@ def _config(base: Mapping[str, Any], changes: Mapping[str, Any], seed: int, fold
     return build(Config, apply_overrides(raw, [*texts, f"train.seed={seed}"]))
 
 
-def is_finished(member: Member) -> bool:
+def is_finished(member: Member, *, whole: bool = False) -> bool:
     """Whether a run has been trained to its end with the suite's settings.
 
+    Args:
+        member: the run.
+        whole: a last checkpoint with a damaged file does not count.
+
     Raises:
-        CheckpointError: it was trained with other settings.
+        CheckpointError: it was trained with other settings, or for another number of steps.
     """
     try:
         step = open_run(member.folder, check=False)
@@ -104,12 +108,22 @@ def is_finished(member: Member) -> bool:
         # A run's own config names the vocabulary that the suite leaves to the tokenizer.
         if problem.key != "model.vocab_size" or mine.model.vocab_size is not None
     ]
-    if problems:
-        keys = ", ".join(problem.key for problem in problems)
-        rule = f"was trained with another {keys}"
+    keys = [problem.key for problem in problems]
+    if step.config.train.num_steps != mine.train.num_steps:
+        # A run may go on for longer, but then its budget and its schedule are not the others'.
+        keys.append("train.num_steps")
+    if keys:
+        rule = f"was trained with another {', '.join(keys)}"
         fix = "remove the folder, or give the suite another work folder"
         raise CheckpointError(Problem(str(member.folder), None, rule, fix))
-    return step.step >= member.config.train.num_steps
+    if step.step < mine.train.num_steps:
+        return False
+    try:
+        open_run(member.folder, check=whole)
+    except CheckpointError as error:
+        console.warn(f"{member.name} is trained again: {error}")
+        return False
+    return True
 
 
 def train_all(runs: Sequence[Member], jobs: int, environment: Mapping[str, str]) -> None:
@@ -118,7 +132,7 @@ def train_all(runs: Sequence[Member], jobs: int, environment: Mapping[str, str])
     Raises:
         CheckpointError: a run ended without its last checkpoint; the others are still trained.
     """
-    waiting = [member for member in runs if not is_finished(member)]
+    waiting = [member for member in runs if not is_finished(member, whole=True)]
     done = len(runs) - len(waiting)
     if done:
         console.say(f"claims: {done} of {len(runs)} runs are trained already")
@@ -127,9 +141,12 @@ def train_all(runs: Sequence[Member], jobs: int, environment: Mapping[str, str])
     own = {**environment, "OMP_NUM_THREADS": str(threads)}
     with ThreadPoolExecutor(jobs) as pool:
         for number, problem in enumerate(pool.map(lambda member: _train(member, own), waiting), 1):
+            name = f"{waiting[number - 1].name} ({number}/{len(waiting)})"
             if problem is not None:
                 failed.append(problem)
-            console.say(f"claims: trained {waiting[number - 1].name} ({number}/{len(waiting)})")
+                console.warn(f"claims: could not train {name}")
+            else:
+                console.say(f"claims: trained {name}")
     if failed:
         raise CheckpointError(*failed)
 

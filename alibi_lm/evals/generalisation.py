@@ -20,7 +20,7 @@ from alibi_lm.evals import results
 from alibi_lm.evals.config import GeneralisationConfig
 from alibi_lm.evals.generalisation_result import figure, lines, verdict
 from alibi_lm.evals.intervals import as_list, wilson
-from alibi_lm.evals.scorer import Scorer
+from alibi_lm.evals.scorer import Scorer, checked_scores
 from alibi_lm.evals.subject import Subject
 from alibi_lm.tasks.reasoning import END, TASKS, Question, question
 
@@ -71,12 +71,22 @@ class Tally:
 def make_trials(
     tokenizer: Tokenizer, task: str, items: int, config: GeneralisationConfig
 ) -> list[Trial]:
-    """The problems of a task and length: a pure function of the seed."""
+    """The problems of a task and length: a pure function of the seed.
+
+    Raises:
+        DataError: the tokenizer cannot write one.
+    """
     trials = []
     for index in range(config.num_trials):
         generator = np.random.default_rng([config.seed, TASKS.index(task), items, index])
         asked = question(task, items, generator)
         prompt, answer = tokenizer.encode(asked.prompt), tokenizer.encode(asked.answer)
+        written, wanted = tokenizer.decode([*prompt, *answer]), asked.prompt + asked.answer
+        # Spaces aside, of which some tokenizers put one before each piece.
+        if "".join(written.split()) != "".join(wanted.split()):
+            rule = f"cannot write {wanted!r}: it reads back as {written!r}"
+            fix = "use a tokenizer with digits and letters"
+            raise DataError(Problem("tokenizer", None, rule, fix))
         trials.append(Trial(asked, tuple(prompt), tuple(answer)))
     return trials
 
@@ -91,7 +101,7 @@ def score_trials(
         prompts = torch.tensor([trial.prompt for trial in batch])
         answers = torch.tensor([trial.answer for trial in batch])
         size = answers.shape[1]
-        losses = scorer.token_losses(torch.cat([prompts, answers], 1))[:, -size:]
+        losses = checked_scores(scorer.token_losses(torch.cat([prompts, answers], 1)))[:, -size:]
         nothing = torch.empty(len(batch), 1, 0, dtype=torch.int64)
         generated = scorer.answers(prompts, nothing, size + num_end).generated
         for trial, new in zip(batch, generated.tolist(), strict=True):
@@ -165,7 +175,7 @@ def run_generalisation(
         scorer: what is judged instead of the subject's own model.
 
     Raises:
-        DataError: the subject has no tokenizer.
+        DataError: the subject has no tokenizer, or one that cannot write the problems.
         ConfigError: a length beyond the positions of the model.
     """
     tokenizer = subject.tokenizer()

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from alibi_lm.evals.intervals import as_list, bootstrap_means
+from alibi_lm.evals.intervals import MIN_DOCUMENTS, as_list, bootstrap_means
 from alibi_lm.evals.protocols import window_losses
 from alibi_lm.evals.scorer import Scorer
 from alibi_lm.evals.windows import Window
@@ -126,13 +126,15 @@ def excess_rows(
         beyond = sample.context(length) > reach
         null = np.where(beyond, cut, losses)
         differences = losses - null
-        intervals = bootstrap_means(
-            np.bincount(index, differences, minlength=len(owners))[None], counts
-        )
+        # Documents of which no target is cut say nothing, however sure their zeros look.
+        telling = not beyond.any() or len(np.unique(index[beyond])) >= MIN_DOCUMENTS
+        sums = np.bincount(index, differences, minlength=len(owners))
+        intervals = bootstrap_means(sums[None], counts) if telling else None
         rows.append(
             {
                 "length": length,
                 "num_cut": int(beyond.sum()),
+                "share_cut": float(beyond.mean()),
                 "loss": float(losses.mean()),
                 "null_loss": float(null.mean()),
                 "excess": float(differences.mean()),

@@ -31,6 +31,8 @@ from alibi_lm.evals.windows import (
 )
 
 NAME = "perplexity"
+LARGEST_LOSS = 700
+"""Nats a token: no language model's loss, and no float holds a perplexity of much more."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ def run_perplexity(
     started = time.perf_counter()
     scores = score_windows(scorer, documents.tokens, lengths, config.batch_tokens, sample)
     seconds = time.perf_counter() - started
-    _check_finite(subject, scores.sums, lengths)
+    _check_finite(subject, scores.sums, documents.num_targets, lengths)
     sizes = target_bytes(documents.tokens, subject.tokenizer())
     windows = [non_overlapping_windows(documents.tokens, length) for length in lengths]
     rows = length_rows(scores.sums, documents.num_targets, sizes, lengths, training_length, windows)
@@ -189,7 +191,7 @@ def _other_protocols(
                 protocols.document_sums(scorer, tokens, some, config.batch_tokens, bar)
                 for some in windows
             ])  # fmt: skip
-        _check_finite(subject, sums, lengths)
+        _check_finite(subject, sums, counts, lengths)
         seconds = round(time.perf_counter() - started, 3)
         rows = length_rows(sums, counts, sizes, lengths, training_length, windows)
         found[name] = {**facts, "num_tokens": int(counts.sum()), "seconds": seconds, "rows": rows}
@@ -219,11 +221,14 @@ def _null(
     }
 
 
-def _check_finite(subject: Subject, losses: np.ndarray, lengths: Sequence[int]) -> None:
-    # exp(loss) must fit a float too: 700 nats a token is no language model's loss.
-    bad = [n for n, row in zip(lengths, losses, strict=True) if not np.isfinite(row).all()]
+def _check_finite(
+    subject: Subject, losses: np.ndarray, num_targets: np.ndarray, lengths: Sequence[int]
+) -> None:
+    # exp(loss) must fit a float too, in every resample of the documents.
+    largest = [float(np.max(row / num_targets)) for row in losses]
+    bad = [n for n, loss in zip(lengths, largest, strict=True) if not loss < LARGEST_LOSS]
     if bad:
-        rule = f"losses at lengths {bad} are not finite"
+        rule = f"losses at lengths {bad} are not finite, or above {LARGEST_LOSS} nats a token"
         fix = "use precision=fp32, or an earlier step"
         raise CheckpointError(Problem(subject.argument, None, rule, fix))
 

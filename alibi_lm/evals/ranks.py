@@ -121,6 +121,7 @@ class SharedScorer:
 
     def __init__(self, scorer: Scorer, ranks: Ranks) -> None:
         self._scorer, self._dp = scorer, ranks.dp
+        self.counts_length = getattr(scorer, "counts_length", False)
         self._facts = {"data_parallel": ranks.dp.size, "tensor_parallel": ranks.tp.size}
 
     @property

@@ -147,28 +147,33 @@ def store(
 ) -> Path:
     """Atomically write a result, and its pictures by name, on rank 0, and return the result's path.
 
-    A result of other settings is not lost: it and its picture are kept under a name with a hash
-    of those settings.
+    A result of other settings, or of another model in the same folder, is not lost: it and its
+    pictures are kept under names with a hash of what it depends on.
     """
 
     def write() -> Path:
-        path = _write(subject, name, result)
-        for key, figure in ({} if figures is None else figures(result)).items():
+        pictures = {} if figures is None else figures(result)
+        path = _write(subject, name, result, pictures)
+        for key, figure in pictures.items():
             plots.save(figure, path.with_name(f"{key}.png"))
         return path
 
     return subject.ranks.on_first(write)
 
 
-def _write(subject: Subject, name: str, result: dict[str, Any]) -> Path:
+def _write(subject: Subject, name: str, result: dict[str, Any], pictures: Iterable[str]) -> Path:
     path = result_path(subject, name)
-    before = stored(subject, name)
+    before = _stored(path, name)
     if before is not None and before["inputs"] != result.get("inputs"):
-        kept = f"{name}_{settings.digest(before['inputs'])[:8]}"
-        for old in (path, path.with_suffix(".png")):
-            if old.exists():
-                old.rename(old.with_name(kept + old.suffix))
-        console.say(f"{name}: the result of other settings is kept as {kept}.json")
+        mark = settings.digest(before["inputs"])[:8]
+        for key in pictures:
+            picture = path.with_name(f"{key}.png")
+            if picture.exists():
+                picture.rename(picture.with_name(f"{key}_{mark}.png"))
+        path.rename(path.with_name(f"{name}_{mark}.json"))
+        same = before["inputs"].get("step") == subject.digest
+        what = "other settings" if same else "other weights"
+        console.say(f"{name}: the result of {what} is kept as {name}_{mark}.json")
     write_json(path, result)
     return path
 
@@ -179,13 +184,19 @@ def stored(subject: Subject, name: str) -> dict[str, Any] | None:
     A file that is not a result (cut short by something else than this program), or is of other
     weights under the same step number, counts as none.
     """
+    result = _stored(result_path(subject, name), name)
+    return result if result and result["inputs"].get("step") == subject.digest else None
+
+
+def _stored(path: Path, name: str) -> dict[str, Any] | None:
+    """The result of eval `name` in a file, whatever model it is of, or None."""
     try:
-        result = json.loads(result_path(subject, name).read_text(encoding="utf-8"))
+        result = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, UnicodeDecodeError, json.JSONDecodeError):
         return None
     if not isinstance(result, dict) or result.get("eval") != name:
         return None
-    return result if result.get("inputs", {}).get("step") == subject.digest else None
+    return result if isinstance(result.get("inputs"), dict) else None
 
 
 def announce_finished(subject: Subject, name: str) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from alibi_lm.config import Config
-from alibi_lm.errors import ConfigError, DataError, Problem
+from alibi_lm.errors import CheckpointError, ConfigError, DataError, Problem
 from alibi_lm.model.cache import Cache
 from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.decoder import Decoder
@@ -33,6 +33,18 @@ class Answers:
     """`[B, K]` fp32, nats: of each candidate as the prompt's continuation."""
     generated: Tensor
     """`[B, N]` int64: the greedy continuation."""
+
+
+def checked_scores(scores: Tensor) -> Tensor:
+    """Scores of tokens as they are.
+
+    Raises:
+        CheckpointError: one is not a number; the likeliest token would be any.
+    """
+    if bool(scores.isnan().any()):
+        rule = "gives scores that are not numbers"
+        raise CheckpointError(Problem("model", None, rule, "use precision=fp32, or other weights"))
+    return scores
 
 
 class Scorer(Protocol):
@@ -150,7 +162,8 @@ class NativeScorer:
             scores.append(self._continuation(choice, first, cache))
             cache.truncate(length)
         return Answers(
-            torch.stack(scores, 1).cpu(), self._greedy(first, cache, max_new_tokens).cpu()
+            checked_scores(torch.stack(scores, 1)).cpu(),
+            self._greedy(first, cache, max_new_tokens).cpu(),
         )
 
     def generate(self, prompt: Sequence[int], max_new_tokens: int) -> list[int]:
@@ -188,7 +201,7 @@ class NativeScorer:
         piece = max(1, PREFILL_TOKENS // prompts.shape[0])
         for tokens in prompts.split(piece, dim=1):
             hidden = self._decoder.hidden_states(tokens, cache)
-        return self._decoder.logits(hidden[:, -1]).float().log_softmax(-1)
+        return checked_scores(self._decoder.logits(hidden[:, -1]).float().log_softmax(-1))
 
     def _continuation(self, choice: Tensor, first: Tensor, cache: Cache) -> Tensor:
         """Log-likelihood `[B]` of continuations `[B, A]` of what the cache holds."""

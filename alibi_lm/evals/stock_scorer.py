@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import copy
 import inspect
+import re
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from alibi_lm.errors import ConfigError, DataError, Problem
-from alibi_lm.evals.scorer import Answers
+from alibi_lm.errors import CheckpointError, ConfigError, DataError, Problem
+from alibi_lm.evals.scorer import Answers, checked_scores
 
 LOGITS_AT_ONCE = 1 << 27
 """Logits that one pass may make."""
@@ -25,10 +26,20 @@ SCORES_AT_ONCE = 1 << 28
 """Attention scores that one pass may make in a layer."""
 TRIED_TOKENS = 48
 _SAME = 1e-3
+_BY_LENGTH = ("dynamic", "longrope")
+"""Rotary frequencies that a class takes by the length of its whole input."""
+_NO_PLACE = re.compile(r"index .*out of (range|bounds)")
+"""What torch says of a position that a table does not have."""
 
 
 class StockScorer:
-    """Scores any causal language model of `transformers`."""
+    """Scores any causal language model of `transformers`.
+
+    Attributes:
+        counts_length: whether a token's loss depends on how many tokens come after it, because the
+            class takes its positions' frequencies by the length of the input. Then rows must not
+            be filled up, and every input goes through the class in one pass.
+    """
 
     def __init__(
         self,
@@ -47,6 +58,9 @@ class StockScorer:
             device: by default CUDA's where there is one.
             logits_at_once: logits that one pass may make.
             scores_at_once: attention scores that one pass may make in a layer.
+
+        Raises:
+            CheckpointError: its class reads the tokens that are to be predicted.
         """
         default = "cuda" if torch.cuda.is_available() else "cpu"
         self._device = torch.device(device or default)
@@ -55,7 +69,9 @@ class StockScorer:
         self._logits_at_once, self._scores_at_once = logits_at_once, scores_at_once
         self._heads = int(getattr(model.config, "num_attention_heads", None) or 1)
         self._keeps_last = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self.counts_length = _any_type(getattr(model.config, "rope_parameters", None))
         self._in_pieces: bool | None = None
+        self._check_causal()
 
     @property
     def vocab_size(self) -> int:
@@ -100,7 +116,8 @@ class StockScorer:
         candidates = self._checked(candidates, longest)
         state = self._prefill(prompts) if self._pieces_agree() else _Uncached(self, prompts)
         scores = [state.log_likelihood(choice) for choice in candidates.unbind(1)]
-        return Answers(torch.stack(scores, 1).cpu(), state.greedy(max_new_tokens).cpu())
+        found = checked_scores(torch.stack(scores, 1))
+        return Answers(found.cpu(), state.greedy(max_new_tokens).cpu())
 
     def generate(self, prompt: Sequence[int], max_new_tokens: int) -> list[int]:
         """The greedy continuation of one prompt."""
@@ -147,11 +164,51 @@ class StockScorer:
             settings |= cache
         if last and self._keeps_last:
             settings["logits_to_keep"] = 1
-        out = self._model(input_ids=tokens, **settings)
+        if self.counts_length:
+            # Such a class keeps the frequencies of the longest input until it sees a short one.
+            self._model(input_ids=tokens[:1, :1], use_cache=False)
+        try:
+            out = self._model(input_ids=tokens, **settings)
+        except (IndexError, RuntimeError) as error:
+            if not _NO_PLACE.search(str(error)):
+                raise
+            self._refuse(tokens.shape[1])
         name = "cache" if "cache" in out else "past_key_values"  # renamed in transformers 5
         kept = out.get(name)
         logits = out.logits[:, -1:] if last else out.logits
         return logits.float(), None if kept is None else {name: kept}
+
+    def _refuse(self, length: int) -> NoReturn:
+        rule = f"{type(self._model).__name__} has no place for so many tokens"
+        fix = "give shorter lengths; input is never cut"
+        raise ConfigError(Problem("length", length, rule, fix))
+
+    @torch.inference_mode()
+    def _check_causal(self) -> None:
+        """Refuse a class in which a token sees those after it, such as BERT's as an encoder."""
+        tokens = self._tried()
+        half = tokens.shape[1] // 2
+        if not half:
+            return
+        whole, _ = self.forward(tokens, False)
+        alone, _ = self.forward(tokens[:, :half], False)
+        if not self._alike(alone, whole[:, :half]):
+            name = type(self._model).__name__
+            rule = f"is no causal language model: {name} reads the tokens after each position"
+            fix = "name one that reads from left to right (BERT's kind: is_decoder in its config)"
+            raise CheckpointError(Problem("hf", None, rule, fix))
+
+    def _tried(self) -> Tensor:
+        """A few token ids `[1, n]` to try a class on."""
+        count = min(TRIED_TOKENS, self._longest or TRIED_TOKENS)
+        self._make_room(count)
+        return torch.arange(count, device=self._device)[None] * 7919 % self.vocab_size
+
+    def _alike(self, logits: Tensor, others: Tensor) -> bool:
+        """Whether logits are the same but for rounding; those that are no numbers are."""
+        apart = (logits.log_softmax(-1) - others.log_softmax(-1)).abs().nan_to_num(0.0).max()
+        coarse = next(self._model.parameters()).dtype != torch.float32
+        return bool(apart < (100 if coarse else 1) * _SAME)
 
     def _whole(self, tokens: Tensor) -> Tensor:
         """Losses `[B, T]`, each row in one pass."""
@@ -185,18 +242,14 @@ class StockScorer:
     def _pieces_agree(self) -> bool:
         """Whether the class gives the same logits in pieces as in one pass."""
         if self._in_pieces is None:
-            count = min(TRIED_TOKENS, self._longest or TRIED_TOKENS)
-            self._make_room(count)
-            tokens = torch.arange(count, device=self._device)[None] * 7919 % self.vocab_size
+            tokens = self._tried()
+            half = tokens.shape[1] // 2
             whole, _ = self.forward(tokens, False)
-            logits, cache = self.forward(tokens[:, : count // 2])
-            self._in_pieces = cache is not None
-            if cache is not None:
-                more, _ = self.forward(tokens[:, count // 2 :], cache)
-                parts = torch.cat([logits, more], dim=1).log_softmax(-1)
-                apart = (parts - whole.log_softmax(-1)).abs().max()
-                coarse = next(self._model.parameters()).dtype != torch.float32
-                self._in_pieces = bool(apart < (100 if coarse else 1) * _SAME)
+            logits, cache = self.forward(tokens[:, :half])
+            self._in_pieces = cache is not None and not self.counts_length
+            if self._in_pieces:
+                more, _ = self.forward(tokens[:, half:], cache)
+                self._in_pieces = self._alike(torch.cat([logits, more], dim=1), whole)
         return self._in_pieces
 
 
@@ -222,7 +275,7 @@ class _Cached:
         """Likeliest tokens `[B, count]`; the cache is used up."""
         scores, new, cache = self._first, [], self._cache
         for index in range(count):
-            new.append(scores.argmax(-1))
+            new.append(checked_scores(scores).argmax(-1))
             if index + 1 < count:
                 logits, cache = self._scorer.forward(new[-1][:, None], cache, last=True)
                 scores = logits[:, -1]
@@ -269,5 +322,14 @@ class _Uncached:
         tokens = self._prompts
         for _ in range(count):
             logits, _ = self._scorer.forward(tokens, False, last=True)
-            tokens = torch.cat([tokens, logits[:, -1].argmax(-1, keepdim=True)], dim=1)
+            new = checked_scores(logits[:, -1]).argmax(-1, keepdim=True)
+            tokens = torch.cat([tokens, new], dim=1)
         return tokens[:, self._prompts.shape[1] :]
+
+
+def _any_type(parameters: Any) -> bool:
+    """Whether rotary parameters, of all layers or by kind of layer, go by the input's length."""
+    if not isinstance(parameters, dict):
+        return False
+    kind = parameters.get("rope_type")
+    return kind in _BY_LENGTH or any(_any_type(own) for own in parameters.values())

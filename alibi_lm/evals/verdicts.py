@@ -11,9 +11,11 @@ HOLDS_WITHIN = 0.05
 """A ratio whose interval reaches 1 counts as holding if the interval stays this near to 1."""
 
 USE_COUNTS_FROM = 0.001
-"""Nats a token: an excess nearer to 0 is not called a use of context, however sure it is."""
+"""Nats a token with context to cut: an excess nearer to 0 is not called a use of context, however
+sure it is."""
 NO_USE_WITHIN = 0.01
-"""Nats a token: an interval of the excess that stays above minus this excludes a use of context."""
+"""Nats a token with context to cut: an interval of the excess that stays above minus this excludes
+a use of context."""
 
 NULL_CAVEAT = (
     "It says whether context beyond that reach lowers the loss on average over tokens; a rare use "
@@ -87,30 +89,36 @@ def context_verdict(rows: Sequence[Mapping[str, Any]], reach: int) -> dict[str, 
     """Whether context beyond `reach` tokens is used at the longest length, by the null model.
 
     Args:
-        rows: length, excess and excess_interval (None: no interval), nats a token.
+        rows: length, excess and excess_interval (None: no interval), nats a token, and share_cut:
+            how many of the tokens have more context than `reach`, of all.
         reach: tokens that the null model's input was cut to.
 
     Returns:
         `word` (yes, no, cannot tell), `text` (one sentence) and `caveat`.
     """
     row = rows[-1]
-    word = _context_word(row["excess_interval"])
+    share = row["share_cut"]
+    word = _context_word(row["excess_interval"], share)
     numbers = f"excess over the null model {row['excess']:+.4f} nats a token"
-    if row["excess_interval"] is None:
+    if not share:
+        numbers += ", because no target has more context than that"
+    elif row["excess_interval"] is None:
         numbers += " with no interval from so few documents"
     else:
         low, high = row["excess_interval"]
         numbers += f", {CONFIDENCE:.0%} interval {low:+.4f} to {high:+.4f}"
-        if low > USE_COUNTS_FROM:
+        if low > USE_COUNTS_FROM * share:
             numbers += ", so longer input does harm"
     text = f"Uses context beyond {reach:,}: {word} (at length {row['length']:,}: {numbers})."
     return {"word": word, "text": text, "caveat": NULL_CAVEAT}
 
 
-def _context_word(interval: Sequence[float] | None) -> str:
-    if interval is None:
+def _context_word(interval: Sequence[float] | None, share: float) -> str:
+    if interval is None or not share:
         return "cannot tell"
-    low, high = interval
+    # The excess is a mean over all targets, 0 for those without context to cut: where those are
+    # many, it is near 0 whatever the model does.
+    low, high = interval[0] / share, interval[1] / share
     if high < -USE_COUNTS_FROM:
         return "yes"
     return "no" if low > -NO_USE_WITHIN else "cannot tell"

@@ -95,10 +95,13 @@ def window_batches(
     windows: Sequence[Window],
     batch_tokens: int,
     num_replicas: int = 1,
+    *,
+    equal: bool = False,
 ) -> Iterator[WindowBatch]:
     """The windows, longest first, in batches of about `batch_tokens` inputs for each replica.
 
-    A replica's share holds at least one window, however long. Deterministic.
+    A replica's share holds at least one window, however long. Deterministic. With `equal`, the
+    windows of a batch are equally long, so that none is filled up.
     """
     # Windows of like length go together, so that little is filled up.
     ordered = sorted(windows, key=lambda window: -window.num_inputs)
@@ -106,6 +109,8 @@ def window_batches(
     while first < len(ordered):
         longest = ordered[first].num_inputs
         group = ordered[first : first + num_replicas * max(1, batch_tokens // longest)]
+        if equal:
+            group = [window for window in group if window.num_inputs == longest]
         tokens = np.zeros((len(group), longest + 1), dtype=np.int64)
         for row, window in enumerate(group):
             document = documents[window.document]

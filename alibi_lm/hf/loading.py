@@ -200,16 +200,20 @@ class StockFolder:
         """Rows of a table of positions, or None where the class takes any length."""
         for name, module in self._unset.named_modules():
             table = name.rpartition(".")[2] in _POSITION_TABLES
-            learned = isinstance(module, nn.Embedding) and "Sinusoidal" not in type(module).__name__
-            if table and learned:
-                return self._stated()
+            learned = "Sinusoidal" not in type(module).__name__
+            if table and learned and isinstance(module, nn.Embedding):
+                return self._stated(module)
         for name, _ in self._unset.named_buffers():
             if name.rpartition(".")[2] == "embed_positions":
                 return self._stated()
         return None
 
-    def _stated(self) -> int | None:
+    def _stated(self, table: nn.Embedding | None = None) -> int | None:
         found = getattr(self.config, "max_position_embeddings", None)
+        if table is not None and table.padding_idx is not None:
+            # RoBERTa's kind: positions begin after the row of the padding.
+            rows = table.num_embeddings - table.padding_idx - 1
+            found = min(found, rows) if isinstance(found, int) else rows
         return found if isinstance(found, int) else None
 
     def load(self, dtype: torch.dtype) -> Any:

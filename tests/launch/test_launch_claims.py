@@ -87,5 +87,21 @@ def test_a_suite_is_trained_judged_and_gone_on_with(tmp_path: Path) -> None:
     refused = claims(path, "text.base.train.learning_rate=0.1", code=2)
     assert "train.learning_rate" in refused.stderr
     assert "Traceback" not in refused.stderr
+    longer = claims(path, "text.base.train.num_steps=5", code=2)
+    assert "train.num_steps" in longer.stderr
+    shorter = claims(path, "text.base.train.num_steps=2", "--no-train", code=2)
+    assert "train.num_steps" in shorter.stderr
+    in_the_way = claims(path, f"results={path}", f"work={tmp_path / 'other'}", code=2)
+    assert len(in_the_way.stderr.splitlines()) == 1
+    assert not (tmp_path / "other").exists()
+
+    # A damaged last checkpoint is trained again from an earlier one; with none, it is said.
+    weights = next((tmp_path / "runs/text/alibi/seed_0").rglob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:-9] + b"\x00" * 9)
+    damaged = claims(path, code=2)
+    assert "alibi seed 0 is trained again" in damaged.stdout + damaged.stderr
+    assert "claims: trained" not in damaged.stdout
+    assert "could not train text/alibi seed 0" in damaged.stdout + damaged.stderr
+    assert "Traceback" not in damaged.stderr
     broken = claims(path, "text.models.alibi={model.positions: x}", "text.seeds=[-1]", code=2)
     assert "seed" in broken.stderr

@@ -10,7 +10,7 @@ import pytest
 
 from alibi_lm.claims.evidence import Evidence
 from alibi_lm.claims.statements import CLAIMS, Finding
-from alibi_lm.claims.statistics import above, all_of, below, estimate
+from alibi_lm.claims.statistics import above, all_of, any_of, below, estimate
 
 LENGTHS = (64, 128, 256, 512, 1024, 2048)
 BY_KEY = {claim.key: claim for claim in CLAIMS}
@@ -189,6 +189,31 @@ def test_problems_that_nobody_learnt_settle_nothing() -> None:
     assert "copy 30%" in found.text
 
 
+@pytest.mark.parametrize(
+    ("rates", "verdict"),
+    [((95, 96, 97), "confirmed"), ((89, 91, 99), "cannot tell at this scale"),
+     ((100, 100), "confirmed"), ((99,), "cannot tell at this scale"), ((60, 61, 62), "refuted")],
+)  # fmt: skip
+def test_whether_recall_is_learnt_needs_an_interval_too(
+    rates: tuple[int, ...], verdict: str
+) -> None:
+    """The other model's 40% neither helps nor harms: one that retrieves is enough."""
+    other = [{"variants": {"plain": recall_cells(40 + seed, 10)}} for seed in range(len(rates))]
+    runs = {("recall", "nope"): [{"variants": {"plain": recall_cells(n, 10)}} for n in rates]}
+    lengths = {("recall", "nope"): 128, ("recall", "alibi"): 128}
+    evidence = Evidence(runs | {("recall", "alibi"): other}, None, lengths)
+    assert finding("recall-learnt", evidence).verdict == verdict
+
+
+def test_where_nothing_is_gained_no_curse_explains_it() -> None:
+    evidence = as_published()
+    for run in evidence.runs["text", "alibi"]:
+        run["losses"]["2048"] = run["losses"]["128"] + 0.3
+    found = finding("early-tokens", evidence)
+    assert found.verdict == "not tested here"
+    assert "no gain to explain" in found.text
+
+
 def test_the_interval_is_students() -> None:
     """Its quantile from the density itself, integrated."""
     for count in (2, 3, 4, 8):
@@ -214,3 +239,6 @@ def test_only_a_whole_interval_decides() -> None:
     assert all_of("confirmed", "cannot tell at this scale") == "cannot tell at this scale"
     assert all_of("confirmed", "refuted", "not tested here") == "refuted"
     assert all_of("confirmed", "confirmed") == "confirmed"
+    assert any_of("confirmed", "refuted") == "confirmed"
+    assert any_of("cannot tell at this scale", "refuted") == "cannot tell at this scale"
+    assert any_of("refuted", "refuted") == "refuted"

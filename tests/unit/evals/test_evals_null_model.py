@@ -156,8 +156,29 @@ def test_noise_and_few_documents_cannot_tell(tmp_path: Path) -> None:
     ],
 )
 def test_the_verdicts_words(interval: list[float] | None, word: str) -> None:
-    rows = [{"length": 64, "excess": -0.1, "excess_interval": interval}]
+    rows = [{"length": 64, "excess": -0.1, "excess_interval": interval, "share_cut": 1.0}]
     assert context_verdict(rows, 32)["word"] == word
+    halved = None if interval is None else [end / 2 for end in interval]
+    rows = [{"length": 64, "excess": -0.1, "excess_interval": halved, "share_cut": 0.5}]
+    assert context_verdict(rows, 32)["word"] == word
+
+
+def test_few_targets_with_context_to_cut_do_not_hide_its_use(tmp_path: Path) -> None:
+    """In windows of 33, a target in 33 has more than 32 tokens of context, and gains 0.05 nats."""
+    reader = PlantedLosses(lambda t, p: 2 - (p >= 32) * 0.05 + t * 0)
+    null = measure(tmp_path, random_documents(), reader, lengths=[32, 33])["null"]
+    assert -0.002 < null["rows"][-1]["excess"] < -0.001
+    assert null["verdict"]["word"] == "yes"
+
+
+@pytest.mark.parametrize("size", [1, 5, 40])
+def test_a_sample_without_targets_to_cut_says_nothing(tmp_path: Path, size: int) -> None:
+    """Of 40 targets in windows of 33 about one can be cut: the zeros of the others are no "no"."""
+    reader = PlantedLosses(lambda t, p: 2 - (p >= 32) * 0.05 + t * 0)
+    settings = {"lengths": [32, 33], "null_targets": size}
+    null = measure(tmp_path, random_documents(), reader, **settings)["null"]
+    assert null["rows"][-1]["num_cut"] < 5
+    assert null["verdict"]["word"] == "cannot tell"
 
 
 def test_a_sample_is_seeded_and_uniform() -> None:

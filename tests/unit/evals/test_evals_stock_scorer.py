@@ -6,12 +6,14 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import (
     AutoModelForCausalLM,
+    BertConfig,
     BloomConfig,
     Gemma2Config,
     GPT2Config,
@@ -22,14 +24,17 @@ from transformers import (
     MistralConfig,
     MptConfig,
     OPTConfig,
+    RobertaConfig,
 )
 
-from alibi_lm.errors import ConfigError, DataError
+from alibi_lm.errors import CheckpointError, ConfigError, DataError
 from alibi_lm.evals.config import PerplexityConfig
 from alibi_lm.evals.opening import open_subject
+from alibi_lm.evals.protocols import target_losses
 from alibi_lm.evals.results import chosen_lengths
 from alibi_lm.evals.stock_scorer import StockScorer
 from alibi_lm.evals.subject import Choices
+from alibi_lm.evals.windows import non_overlapping_windows
 from alibi_lm.hf.loading import StockFolder
 
 SIZES = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -177,3 +182,89 @@ def test_real_limits_are_found_and_overlong_input_is_refused(tmp_path: Path) -> 
 def test_a_token_that_the_model_does_not_have_is_refused() -> None:
     with pytest.raises(DataError, match="has a token id outside 0 to 60"):
         StockScorer(model_of("llama"), None).token_losses(torch.tensor([[1, 61, 2]]))
+
+
+BY_LENGTH: dict[str, Any] = {
+    "dynamic": ({"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}, 16),
+    "longrope": (
+        {"rope_type": "longrope", "factor": 4.0, "rope_theta": 10000.0, "short_factor": [1.0] * 4,
+         "long_factor": [4.0] * 4, "original_max_position_embeddings": 16},
+        64,
+    ),
+}  # fmt: skip
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", BY_LENGTH)
+def test_frequencies_that_go_by_the_length_are_those_of_each_input_alone(kind: str) -> None:
+    """Whatever came before, in batches of windows of unequal lengths, and with candidates."""
+    parameters, longest = BY_LENGTH[kind]
+    config = LlamaConfig(**GATED, max_position_embeddings=longest, rope_parameters=parameters)
+
+    def fresh() -> Any:
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(6)
+        return model.eval()
+
+    def alone(tokens: Tensor) -> Tensor:
+        logs = whole(fresh(), tokens[:, :-1])
+        return F.nll_loss(logs.transpose(1, 2), tokens[:, 1:], reduction="none")
+
+    scorer = StockScorer(fresh(), None, scores_at_once=5 * 4 * 40)
+    for length in (40, 60, 24, 9, 33):
+        tokens = tokens_of(1, length + 1)
+        found = scorer.token_losses(tokens)
+        torch.testing.assert_close(found, alone(tokens), rtol=1e-4, atol=1e-4)
+    documents = [tokens_of(1, n)[0].numpy() for n in (61, 45, 70)]
+    losses = target_losses(scorer, documents, non_overlapping_windows(documents, 40), 10_000)
+    for document, own in zip(documents, losses, strict=True):
+        parts = [torch.from_numpy(document[s : s + 41])[None] for s in (0, 40)]
+        wanted = torch.cat([alone(part)[0] for part in parts if part.shape[1] > 1])
+        np.testing.assert_allclose(own, wanted, rtol=1e-4, atol=1e-4)
+    # The candidates reach past the length at which the frequencies change.
+    prompts, candidates = tokens_of(2, 14), tokens_of(2, 2, 5)
+    answers = scorer.answers(prompts, candidates, 4)
+    for index in range(2):
+        joined = torch.cat([prompts, candidates[:, index]], dim=1)
+        wanted = -alone(joined)[:, -5:].sum(1)
+        torch.testing.assert_close(answers.log_likelihoods[:, index], wanted, rtol=1e-4, atol=1e-3)
+
+
+def test_a_class_that_reads_what_it_predicts_is_refused() -> None:
+    config = BertConfig(**SIZES, intermediate_size=48)
+    with pytest.raises(CheckpointError, match="BertLMHeadModel reads the tokens after"):
+        StockScorer(AutoModelForCausalLM.from_config(config), None)
+    config = BertConfig(**SIZES, intermediate_size=48, is_decoder=True)
+    assert StockScorer(AutoModelForCausalLM.from_config(config), None).vocab_size == 61
+
+
+def test_a_table_whose_first_rows_are_no_positions_ends_earlier(tmp_path: Path) -> None:
+    """RoBERTa's positions begin after its padding's: 66 rows are 64 positions."""
+    config = RobertaConfig(**SIZES, intermediate_size=48, is_decoder=True,
+                           max_position_embeddings=66)  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path)
+    folder = StockFolder(tmp_path)
+    assert folder.longest_input == 64
+    scorer = StockScorer(folder.load(torch.float32), folder.longest_input)
+    tokens = torch.full((1, 66), 5)
+    assert scorer.token_losses(tokens[:, :65]).shape == (1, 64)
+    with pytest.raises(ConfigError, match="64 positions"):
+        scorer.token_losses(tokens)
+    # Where nobody knows the table's size, the class's own failure is told in a line too.
+    with pytest.raises(ConfigError, match="no place for so many tokens"):
+        StockScorer(model, None).token_losses(tokens)
+
+
+def test_scores_that_are_no_numbers_are_no_answers() -> None:
+    model = model_of("llama")
+    with torch.no_grad():
+        model.lm_head.weight[7] = float("nan")
+    scorer = StockScorer(model, None)
+    with pytest.raises(CheckpointError, match="not numbers"):
+        scorer.answers(tokens_of(2, 9), tokens_of(2, 3, 2), 2)
+    with pytest.raises(CheckpointError, match="not numbers"):
+        scorer.generate(tokens_of(1, 9)[0].tolist(), 2)
