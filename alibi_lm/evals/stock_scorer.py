@@ -190,9 +190,10 @@ class StockScorer:
         half = tokens.shape[1] // 2
         if not half:
             return
-        whole, _ = self.forward(tokens, False)
-        alone, _ = self.forward(tokens[:, :half], False)
-        if not self._alike(alone, whole[:, :half]):
+        other = tokens.clone()
+        other[:, half:] = (tokens[:, half:] + 1) % self.vocab_size
+        first, second = (self.forward(ids, False)[0][:, :half] for ids in (tokens, other))
+        if not self._alike(first, second):
             name = type(self._model).__name__
             rule = f"is no causal language model: {name} reads the tokens after each position"
             fix = "name one that reads from left to right (BERT's kind: is_decoder in its config)"
