@@ -26,6 +26,8 @@ SCORES_AT_ONCE = 1 << 28
 """Attention scores that one pass may make in a layer."""
 TRIED_TOKENS = 48
 _SAME = 1e-3
+_UNMOVED = 1e-5
+"""Passes of one shape differ by no rounding to speak of."""
 _BY_LENGTH = ("dynamic", "longrope")
 """Rotary frequencies that a class takes by the length of its whole input."""
 _NO_PLACE = re.compile(r"index .*out of (range|bounds)")
@@ -190,9 +192,10 @@ class StockScorer:
         half = tokens.shape[1] // 2
         if not half:
             return
-        whole, _ = self.forward(tokens, False)
-        alone, _ = self.forward(tokens[:, :half], False)
-        if not self._alike(alone, whole[:, :half]):
+        other = tokens.clone()
+        other[:, half:] = (tokens[:, half:] + 1) % self.vocab_size
+        first, second = (self.forward(ids, False)[0][:, :half] for ids in (tokens, other))
+        if not self._alike(first, second, _UNMOVED):
             name = type(self._model).__name__
             rule = f"is no causal language model: {name} reads the tokens after each position"
             fix = "name one that reads from left to right (BERT's kind: is_decoder in its config)"
@@ -204,11 +207,11 @@ class StockScorer:
         self._make_room(count)
         return torch.arange(count, device=self._device)[None] * 7919 % self.vocab_size
 
-    def _alike(self, logits: Tensor, others: Tensor) -> bool:
+    def _alike(self, logits: Tensor, others: Tensor, within: float = _SAME) -> bool:
         """Whether logits are the same but for rounding; those that are no numbers are."""
         apart = (logits.log_softmax(-1) - others.log_softmax(-1)).abs().nan_to_num(0.0).max()
         coarse = next(self._model.parameters()).dtype != torch.float32
-        return bool(apart < (100 if coarse else 1) * _SAME)
+        return bool(apart < (100 if coarse else 1) * within)
 
     def _whole(self, tokens: Tensor) -> Tensor:
         """Losses `[B, T]`, each row in one pass."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from alibi_lm.errors import CheckpointError
 from alibi_lm.evals.config import PerplexityConfig
 from alibi_lm.evals.null_model import draw, null_loss, null_perplexity
 from alibi_lm.evals.perplexity import run_perplexity
@@ -179,6 +181,24 @@ def test_a_sample_without_targets_to_cut_says_nothing(tmp_path: Path, size: int)
     null = measure(tmp_path, random_documents(), reader, **settings)["null"]
     assert null["rows"][-1]["num_cut"] < 5
     assert null["verdict"]["word"] == "cannot tell"
+
+
+def test_a_loss_whose_perplexity_no_float_holds_is_an_error(tmp_path: Path) -> None:
+    scorer = PlantedLosses(lambda t, p: 800.0 + t * 0)
+    with pytest.raises(CheckpointError, match="above 700 nats"):
+        measure(tmp_path, random_documents(), scorer)
+
+
+def test_a_result_of_other_weights_in_the_folder_is_kept(tmp_path: Path) -> None:
+    prefix = write_documents(tmp_path / "v", random_documents(6))
+    config = PerplexityConfig(lengths=[32, 64], null_targets=None)
+    for digest, loss in (("first", 2.0), ("second", 3.0)):
+        step = fake_step(tmp_path, [prefix], 32, digest=digest)
+        scorer = PlantedLosses(lambda t, p, loss=loss: loss + t * 0)
+        run_perplexity(NativeSubject(step), config, scorer)
+    found = [json.loads(path.read_text()) for path in step.evals_folder.glob("*.json")]
+    assert sorted(round(own["rows"][0]["loss"]) for own in found) == [2, 3]
+    assert len(list(step.evals_folder.glob("*.png"))) == 2
 
 
 def test_a_sample_is_seeded_and_uniform() -> None:
