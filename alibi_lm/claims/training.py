@@ -153,6 +153,7 @@ def train_all(runs: Sequence[Member], jobs: int, environment: Mapping[str, str])
 
 def _train(member: Member, environment: Mapping[str, str]) -> Problem | None:
     member.folder.mkdir(parents=True, exist_ok=True)
+    console.say(f"claims: training {member.name}, log in {member.folder / 'train.log'}")
     path = member.folder / CONFIG
     write_text(path, to_yaml(to_dict(member.config)))
     result = subprocess.run(

@@ -28,11 +28,15 @@ def names_of(subjects: Sequence[Subject]) -> list[str]:
     Raises:
         ConfigError: a model is named twice.
     """
-    short = [subject.title for subject in subjects]
-    names = [
-        name if short.count(name) == 1 else subject.argument
-        for name, subject in zip(short, subjects, strict=True)
-    ]
+    names = [subject.title for subject in subjects]
+    for longer in (
+        [subject.argument for subject in subjects],
+        [f"{subject.argument}, step {subject.step}" for subject in subjects],
+    ):
+        names = [
+            name if names.count(name) == 1 else other
+            for name, other in zip(names, longer, strict=True)
+        ]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ConfigError(Problem("RUN", twice[0], "is named twice", "name each model once"))

@@ -159,7 +159,8 @@ class HorizonConfig:
     """How far heads read."""
 
     num_tokens: int = 32768
-    """Length of the text, from the start of the corpus, documents one after another."""
+    """Length of the text, from the start of the corpus, documents one after another; above 2,048,
+    and best some times the longest reach."""
     num_queries: int = 128
     """Positions of its second half whose true reach is measured."""
     epsilon: float = 1e-6

@@ -56,12 +56,12 @@ def _task(
     elif reach < inside[-1]["items"]:
         word = "not learned"
         text = (
-            f"{name} is not learned up to the {trained} items of training ({fall}), so longer "
-            "problems say nothing."
+            f"{name} is not learned up to {trained} items, the most trained by "
+            f"generalisation.trained_items ({fall}), so longer problems say nothing."
         )
     elif reach <= trained:
         word = "stops"
-        text = f"{name} stops at the {trained} items of training ({fall})."
+        text = f"{name} stops at {trained} items, the most trained ({fall})."
     elif failed is None:
         word = "generalises"
         text = (

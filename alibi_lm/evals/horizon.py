@@ -196,8 +196,8 @@ def verdict(result: dict[str, Any]) -> dict[str, str]:
     if longest["certified_max"] >= half:
         return {
             "word": "not bounded",
-            "text": f"Head {longest['head']} of layer {longest['layer']} is proven to read no less "
-            f"than {half:,} tokens back, half of this text: nothing is proven of how far it reads.",
+            "text": f"No reach below {half:,} tokens, half of this text, could be proven for head "
+            f"{longest['head']} of layer {longest['layer']}: nothing is said of how far it reads.",
             "caveat": "A longer text (horizon.num_tokens) may show its horizon.",
         }
     return {

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import jinja2
 
-from alibi_lm.evals import plots, results, retrieval_plots
+from alibi_lm.evals import generalisation_result, plots, results, retrieval_plots
 from alibi_lm.evals.metrics import Metrics, read_metrics
 from alibi_lm.evals.retrieval_table import effective_words
 from alibi_lm.evals.scalars import write_scalars
@@ -46,6 +46,10 @@ TONES = {
     "cannot tell": "open",
     "bounded": "good",
     "not bounded": "open",
+    "generalises": "good",
+    "stops": "bad",
+    "partly": "open",
+    "not learned": "open",
 }
 
 
@@ -81,6 +85,10 @@ def write_report(subject: Subject) -> Path:
     if retrieval is not None:
         for name, figure in retrieval_plots.figures(retrieval).items():
             pictures[name] = _picture(subject, name, figure)
+    problems = results.stored(subject, "generalisation")
+    if problems is not None:
+        figure = generalisation_result.figure(problems)
+        pictures["generalisation"] = _picture(subject, "generalisation", figure)
     if horizon is not None:
         pictures["horizon"] = _picture(subject, "horizon", plots.horizon_figure(horizon))
     page = _template().render(
@@ -94,6 +102,7 @@ def write_report(subject: Subject) -> Path:
         retrieval=_with_tone(retrieval),
         effective=effective_words(retrieval["table"]) if retrieval and retrieval["table"] else "",
         horizon=_with_tone(horizon),
+        problems=_with_tone(problems),
         slopes=slope_rows(subject),
         export=export_rows(subject),
         meaning=meaning(subject, perplexity, needle, retrieval),
@@ -294,6 +303,9 @@ def meaning(
         lines.append(f"{retrieval['verdict']['text']} {retrieval['verdict']['caveat']}")
     if needle is None and retrieval is None:
         lines.append("Retrieval has not been measured.")
+    for name in ("generalisation", "horizon"):
+        if found := results.stored(subject, name):
+            lines.append(f"{found['verdict']['text']} {found['verdict']['caveat']}")
     lines.append(
         f"All numbers are of one model of {subject.num_parameters:,} parameters, one seed and the "
         "corpora named above. Larger models, other text or other seeds can behave differently; "
@@ -329,6 +341,9 @@ def summary_lines(subject: Subject) -> list[str]:
         lines.append("")
     if isinstance(subject, NativeSubject):
         lines += _export_lines(subject)
+    problems = results.stored(subject, "generalisation")
+    if problems is not None:
+        lines += ["", *generalisation_result.lines(problems)]
     lines += ["", "What this does and does not show:"]
     lines += [f"  - {line}" for line in meaning(subject, perplexity, needle, retrieval)]
     report = subject.evals_folder / REPORT

@@ -19,7 +19,7 @@ def perplexity_lines(result: Mapping[str, Any]) -> list[str]:
         title = f"fixed targets, the last {fixed['num_targets']:,} tokens of each document"
         lines += [title, *_length_lines(fixed)]
     epsilon = result["model"].get("epsilon")
-    if epsilon:
+    if epsilon and max(result["lengths"]) > DENSE_UP_TO:
         lines.append(
             f"above {DENSE_UP_TO:,} tokens each head leaves out at most {epsilon:g} of a row"
         )
@@ -54,8 +54,8 @@ def needle_lines(result: Mapping[str, Any]) -> list[str]:
     blind = sum(control["rate"] for control in controls) / len(controls)
     generated = max(result["by_length"], key=lambda row: row["generation"]["rate"])
     return [
-        f"needle, ranking among {result['num_candidates']} (chance {result['chance']:.0%}, "
-        f"without a needle {blind:.0%}):",
+        f"needle, ranking among {result['num_candidates']} (chance {result['chance']:.0%}; "
+        f"control without a needle: {blind:.0%}):",
         f"  best cell   {words(best)}",
         f"  worst cell  {words(worst)}",
         f"  generation, best length {generated['length']:,}: "

@@ -37,6 +37,7 @@ from alibi_lm.hf.stock import stock_config
 from alibi_lm.hf.target import new_folder
 from alibi_lm.hf.tokenizer import convert_tokenizer
 from alibi_lm.hf.weights import StepWeights, unset_weights
+from alibi_lm.settings import flatten
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 READINGS = {"mpt": MPT_READING, "bloom": BLOOM_READING}
@@ -137,8 +138,9 @@ def _existing(out: Path, wanted: dict[str, Any]) -> dict[str, Any] | None:
         raise CheckpointError(Problem(str(out), None, "exists and is not an export of a run",
                                       "name another folder"))  from None  # fmt: skip
     if not same:
-        found = {key: facts.get(key) for key in wanted}
-        rule = f"holds another export ({json.dumps(found)})"
+        before, now = flatten({key: facts.get(key) for key in wanted}), flatten(wanted)
+        keys = sorted(key for key in before.keys() | now if before.get(key) != now.get(key))
+        rule = f"holds another export, or one of an earlier version (other {', '.join(keys)})"
         raise CheckpointError(Problem(str(out), None, rule, "name another folder, or remove it"))
     return dict(facts)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,16 @@ def test_a_model_without_an_eval_is_left_out_of_it(tmp_path: Path) -> None:
     page = write_comparison([one, two], tmp_path / "both.html").read_text()
     assert page.count("<td>one</td><td>perplexity</td>") == 2
     assert "<td>two</td><td>perplexity</td>" not in page
+
+
+def test_two_steps_of_one_run_have_their_own_names(tmp_path: Path) -> None:
+    one = subject(tmp_path / "run")
+    measure(one, 2.0)
+    other = NativeSubject(copy.copy(one.checkpoint))
+    other.checkpoint.step = 3
+    page = write_comparison([one, other], tmp_path / "both.html").read_text()
+    assert f"{one.argument}, step 7" in page
+    assert f"{one.argument}, step 3" in page
 
 
 def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:

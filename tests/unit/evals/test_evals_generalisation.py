@@ -106,9 +106,13 @@ CONFIG = GeneralisationConfig(num_trials=10, batch_tokens=300)
     ("reach", "word", "text"),
     [
         (40, "generalises", "Copy generalises from 20 to 40 items, the most asked (100%"),
-        (20, "stops", "Sort stops at the 20 items of training (0% (0% to 28%) exact at 25)."),
+        (20, "stops", "Sort stops at 20 items, the most trained (0% (0% to 28%) exact at 25)."),
         (30, "partly", "Addition generalises from 20 to 30 items and stops there (0%"),
-        (10, "not learned", "Copy is not learned up to the 20 items of training (0%"),
+        (
+            10,
+            "not learned",
+            "Copy is not learned up to 20 items, the most trained by generalisation.trained_items (0%",
+        ),
     ],
 )
 def test_a_model_that_solves_up_to_some_items_is_said_to(
