@@ -180,7 +180,8 @@ def _no_retrieval(
     text = (
         f"Does not retrieve at all at any length up to the training length of {training_length:,} "
         f"(best of its cells {score_words(best['ranking'])} by ranking, chance {chance:.0%}, not "
-        "above it once the number of cells is allowed for); so the grid says nothing about extrapolation."
+        "above it once the number of cells is allowed for); so the grid says nothing about "
+        "extrapolation."
     )
     return {"word": "does not retrieve", "text": text, "caveat": NEEDLE_CAVEAT}
 

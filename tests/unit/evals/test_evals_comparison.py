@@ -82,7 +82,8 @@ def test_two_steps_of_one_run_have_their_own_names(tmp_path: Path) -> None:
     one = subject(tmp_path / "run")
     measure(one, 2.0)
     other = NativeSubject(copy.copy(one.checkpoint))
-    other.checkpoint.step = 3
+    fake: Any = other.checkpoint
+    fake.step = 3
     page = write_comparison([one, other], tmp_path / "both.html").read_text()
     assert f"{one.argument}, step 7" in page
     assert f"{one.argument}, step 3" in page
