@@ -55,7 +55,7 @@ def test_one_lucky_cell_is_not_retrieval() -> None:
     correct[1, 2] = 4
     verdict = needle_verdict(grid(correct, 10))
     assert verdict["word"] == "does not retrieve"
-    assert "best cell 40% (17% to 69%)" in verdict["text"]
+    assert "best of its cells 40% (17% to 69%)" in verdict["text"]
 
 
 @pytest.mark.parametrize(
