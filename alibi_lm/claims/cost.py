@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import statistics
 import subprocess
 import sys
@@ -93,16 +92,18 @@ def _memory(settings: CostConfig, scheme: str, length: int) -> float:
 def peak_of_steps(settings: CostConfig, scheme: str, length: int) -> int:
     """Bytes by which this process's peak of resident memory rises in three steps."""
     step = _step(settings, scheme, length)
-    before = _resident()
+    before = _status("VmRSS")
     for _ in range(3):
         step()
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    return _status("VmHWM") - before
 
 
-def _resident() -> int:
-    with open("/proc/self/statm", encoding="ascii") as file:
-        pages = int(file.read().split()[1])
-    return pages * resource.getpagesize()
+def _status(name: str) -> int:
+    """A line of /proc/self/status in bytes. (getrusage's peak would be that of the process which
+    started this one, if that was larger.)"""
+    with open("/proc/self/status", encoding="ascii") as file:
+        line = next(line for line in file if line.startswith(f"{name}:"))
+    return 1024 * int(line.split()[1])
 
 
 def cost_lines(cost: Mapping[str, Any]) -> list[str]:

@@ -205,6 +205,13 @@ def test_whether_recall_is_learnt_needs_an_interval_too(
     assert finding("recall-learnt", evidence).verdict == verdict
 
 
+def test_two_models_on_the_floor_are_not_compared() -> None:
+    evidence = as_published()
+    for name in ("nope", "alibi"):
+        evidence.runs["generalisation", name] = [reasoning(0.9, 0.0) for _ in NOISE]
+    assert finding("nope-reasoning", evidence).verdict == "cannot tell at this scale"
+
+
 def test_where_nothing_is_gained_no_curse_explains_it() -> None:
     evidence = as_published()
     for run in evidence.runs["text", "alibi"]:
