@@ -388,3 +388,8 @@ def test_the_configs_readme_lists_every_config() -> None:
     text = (REPOSITORY / "configs/README.md").read_text(encoding="utf-8")
     listed = re.findall(r"^\| `([\w.-]+\.yaml)` \|", text, re.MULTILINE)
     assert sorted(listed) == [path.name for path in CONFIGS]
+
+
+def test_the_readme_shows_the_claims_as_they_were_found() -> None:
+    table = (REPOSITORY / "evals" / "results" / "claims" / "claims.md").read_text()
+    assert f"<!-- claims -->\n{table}<!-- /claims -->" in (REPOSITORY / "README.md").read_text()
