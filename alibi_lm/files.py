@@ -39,6 +39,15 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json_text(value))
 
 
+def stored_object(path: Path) -> dict[str, Any] | None:
+    """The JSON object in a file; None where there is no file, or something else in it."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, UnicodeDecodeError, json.JSONDecodeError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
 def json_text(value: Any) -> str:
     """A value as indented JSON; NaN and infinity are refused."""
     return json.dumps(value, indent=2, allow_nan=False) + "\n"

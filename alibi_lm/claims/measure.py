@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,10 +21,10 @@ from alibi_lm.evals.documents import choose_documents, target_bytes
 from alibi_lm.evals.generalisation import make_trials, score_trials
 from alibi_lm.evals.needle import score_grid
 from alibi_lm.evals.needle_prompts import PromptMaker
-from alibi_lm.evals.null_model import cut_losses, draw
+from alibi_lm.evals.null_model import cut_losses, draw, excess_rows
 from alibi_lm.evals.scorer import NativeScorer, native_scorer
 from alibi_lm.evals.windows import non_overlapping_windows
-from alibi_lm.files import write_json
+from alibi_lm.files import stored_object, write_json
 from alibi_lm.model.cache import Cache, LayerCache
 from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.decoder import Decoder
@@ -50,16 +49,13 @@ def measured(
         "max_tokens": settings.max_tokens,
         "null_targets": settings.null_targets,
     }
-    try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, UnicodeDecodeError, json.JSONDecodeError):
-        stored = None
-    if isinstance(stored, dict) and stored.get("inputs") == inputs:
-        return dict(stored)
+    stored = stored_object(path)
+    if stored and stored.get("inputs") == inputs:
+        return stored
     found = {**measure(step, settings), "inputs": inputs, "tokens": step.meta["tokens"],
              "num_parameters": step.decoder().num_parameters()}  # fmt: skip
     write_json(path, found)
-    return dict(json.loads(path.read_text(encoding="utf-8")))
+    return found
 
 
 def measure_text(step: Step, settings: GroupConfig) -> dict[str, Any]:
@@ -71,7 +67,8 @@ def measure_text(step: Step, settings: GroupConfig) -> dict[str, Any]:
     lengths, trained = sorted(settings.lengths), step.config.train.sequence_length
     files = [TokenFile(prefix) for prefix in step.config.data.validation]
     documents = choose_documents(files, lengths[-1], settings.max_tokens).tokens
-    scorer = NativeScorer(step.decoder())
+    decoder = step.decoder()
+    scorer = NativeScorer(decoder)
     windows = {length: non_overlapping_windows(documents, length) for length in lengths}
     losses = {}
     for length in tqdm(lengths, desc=str(step.run_folder), disable=None):
@@ -83,16 +80,16 @@ def measure_text(step: Step, settings: GroupConfig) -> dict[str, Any]:
         "num_documents": len(documents),
         "num_targets": targets,
         "num_bytes": None if sizes is None else int(sizes.sum()),
-        "shift": shift_differences(step.decoder(), documents[0], trained),
+        "shift": {
+            str(shift): change
+            for shift, change in shift_differences(decoder, documents[0], trained).items()
+        },
     }
     sample = draw(documents, settings.null_targets, seed=0)
     cut = cut_losses(scorer, documents, sample, trained, lengths, BATCH_TOKENS)
-    excess = {}
-    for length in lengths:
-        own = sample.of(losses[length])
-        beyond = sample.context(length) > trained
-        excess[str(length)] = float(np.where(beyond, own - cut, 0.0).mean())
-    found["excess"] = excess
+    observed = np.stack([sample.of(losses[length]) for length in lengths])
+    rows = excess_rows(sample, observed, cut, lengths, trained)
+    found["excess"] = {str(row["length"]): row["excess"] for row in rows}
     if step.config.model.position == "alibi":
         model = build(ModelConfig, to_dict(step.config.model) | {"window": trained})
         windowed = NativeScorer(step.decoder(model=model))

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import base64
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
-
-import jinja2
 
 from alibi_lm.claims.config import ClaimsConfig
 from alibi_lm.claims.evidence import Evidence
 from alibi_lm.claims.pictures import pictures
 from alibi_lm.claims.statements import CLAIMS
-from alibi_lm.evals import plots
+from alibi_lm.evals import pages
 from alibi_lm.files import write_json, write_text
 from alibi_lm.settings import to_dict, to_yaml
 
@@ -59,16 +55,16 @@ def write_page(suite: ClaimsConfig, name: str, evidence: Evidence) -> list[dict[
     folder = Path(suite.results)
     folder.mkdir(parents=True, exist_ok=True)
     rows = claim_rows(evidence)
-    shown = {}
-    for title, figure in pictures(evidence).items():
-        plots.save(figure, folder / f"{title}.png")
-        shown[title] = base64.b64encode((folder / f"{title}.png").read_bytes()).decode()
+    shown = {
+        title: pages.picture(figure, folder / f"{title}.png")
+        for title, figure in pictures(evidence).items()
+    }
     counts = Counter(row["verdict"] for row in rows)
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    source = files("alibi_lm.claims").joinpath(PAGE).read_text(encoding="utf-8")
     versions = {package: version(package) for package in ("alibi_lm", "torch", "deepspeed")}
     settings = to_dict(suite)
-    page = environment.from_string(source).render(
+    page = pages.render(
+        "alibi_lm.claims",
+        PAGE,
         suite=name,
         counts=", ".join(f"{count} {verdict}" for verdict, count in counts.most_common()),
         rows=rows,

@@ -6,12 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter
 
 from alibi_lm.claims.evidence import Evidence
-from alibi_lm.evals.plots import GRID, INK, SERIES, TRAINING
+from alibi_lm.evals.plots import INK, SERIES, TRAINING, axes_of, mark_lengths, title
 
 Series = Mapping[str, np.ndarray]
 """Name to `[seeds, points]`."""
@@ -98,11 +97,10 @@ def _generalisation_series(evidence: Evidence) -> tuple[list[int], Series, int] 
 
 
 def _figure(
-    title: str, x_label: str, y_label: str, points: Sequence[int], series: Series, trained: int,
+    heading: str, x_label: str, y_label: str, points: Sequence[int], series: Series, trained: int,
     *, log: bool = False, log_x: bool = True,
 ) -> Figure:  # fmt: skip
-    figure = Figure(figsize=(9, 4.6), layout="constrained", facecolor="white")
-    axes = figure.subplots()
+    figure, axes = axes_of(9, 4.6)
     for index, (name, values) in enumerate(series.items()):
         colour, dashes = SERIES[index % len(SERIES)], "-" if index < len(SERIES) else "--"
         for own in values:
@@ -117,20 +115,9 @@ def _figure(
         axes.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     if log_x:
         axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_locator(FixedLocator(list(points)))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    mark_lengths(axes, points)
     axes.set_xlabel(x_label, color=INK)
     axes.set_ylabel(y_label, color=INK)
-    _plain(axes)
     axes.legend(frameon=False, fontsize=10, labelcolor=INK, ncols=2)
-    axes.set_title(title, loc="left", fontsize=12, color=INK, fontweight="bold", pad=10)
+    title(axes, heading)
     return figure
-
-
-def _plain(axes: Axes) -> None:
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    axes.tick_params(colors=INK, labelsize=10)
-    axes.grid(True, color=GRID, linewidth=0.8)
-    axes.set_axisbelow(True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from alibi_lm.claims.page import PAGE, write_page
 from alibi_lm.claims.training import Member, is_finished, members, train_all
 from alibi_lm.console import console
 from alibi_lm.data.prepare import load_recipe, prepare
-from alibi_lm.files import write_json
+from alibi_lm.files import stored_object, write_json
 from alibi_lm.settings import apply_overrides, build, load_yaml, to_dict
 
 COST = "cost.json"
@@ -86,12 +85,8 @@ def gather(suite: ClaimsConfig, finished: Sequence[Member]) -> Evidence:
 
 
 def _stored_cost(suite: ClaimsConfig) -> dict[str, Any] | None:
-    try:
-        stored = json.loads((Path(suite.work) / COST).read_text(encoding="utf-8"))
-    except (FileNotFoundError, UnicodeDecodeError, json.JSONDecodeError):
-        return None
-    same = isinstance(stored, dict) and stored.get("settings") == to_dict(suite.cost)
-    return dict(stored) if same else None
+    stored = stored_object(Path(suite.work) / COST)
+    return stored if stored and stored.get("settings") == to_dict(suite.cost) else None
 
 
 def _cost(suite: ClaimsConfig) -> dict[str, Any] | None:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Mapping, Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
 from alibi_lm.errors import ConfigError, DataError, Problem
-from alibi_lm.evals import comparison_plots, plots, results
+from alibi_lm.evals import comparison_plots, pages, results
 from alibi_lm.evals.subject import Subject
 from alibi_lm.files import write_text
 
@@ -69,12 +65,10 @@ def write_comparison(subjects: Sequence[Subject], path: Path) -> Path:
     figures = comparison_plots.figures(found)
     pictures = {}
     for name, figure in figures.items():
-        picture = path.with_name(f"{path.stem}_{name}.png")
-        plots.save(figure, picture)
-        pictures[name] = base64.b64encode(picture.read_bytes()).decode()
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    source = files("alibi_lm.evals").joinpath(PAGE).read_text(encoding="utf-8")
-    page = environment.from_string(source).render(
+        pictures[name] = pages.picture(figure, path.with_name(f"{path.stem}_{name}.png"))
+    page = pages.render(
+        "alibi_lm.evals",
+        PAGE,
         names=names,
         models=[_facts(name, subject) for name, subject in zip(names, subjects, strict=True)],
         pictures=pictures,

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from alibi_lm.evals.plots import GRID, INK, SERIES
+from alibi_lm.evals.plots import INK, SERIES, axes_of, mark_lengths, title
 
 Found = Mapping[str, dict[str, Any]]
 Line = tuple[Sequence[float], Sequence[float]]
@@ -44,22 +43,16 @@ def figures(found: Mapping[str, Found]) -> dict[str, Figure]:
     return made
 
 
-def lines_figure(title: str, x_label: str, y_label: str, lines: Mapping[str, Line]) -> Figure:
+def lines_figure(heading: str, x_label: str, y_label: str, lines: Mapping[str, Line]) -> Figure:
     """Lines over a logarithmic axis of lengths."""
-    figure = Figure(figsize=(9, 4.4), layout="constrained", facecolor="white")
-    axes = figure.subplots()
+    figure, axes = axes_of(9, 4.4)
     for index, (name, (x, y)) in enumerate(lines.items()):
         axes.plot(x, y, color=SERIES[index % len(SERIES)], marker="o", markersize=4.5,
                   linestyle="-" if index < len(SERIES) else "--", label=name)  # fmt: skip
     axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_locator(FixedLocator(sorted({n for x, _ in lines.values() for n in x})))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    axes.grid(True, color=GRID, linewidth=0.8)
+    mark_lengths(axes, sorted({n for x, _ in lines.values() for n in x}))
     axes.set_xlabel(x_label, color=INK)
     axes.set_ylabel(y_label, color=INK)
     axes.legend(frameon=False, fontsize=10, labelcolor=INK)
-    axes.set_title(title, loc="left", fontsize=12, color=INK, fontweight="bold", pad=10)
+    title(axes, heading)
     return figure

@@ -19,7 +19,7 @@ from alibi_lm.errors import ConfigError, DataError, Problem
 from alibi_lm.evals import results
 from alibi_lm.evals.config import GeneralisationConfig
 from alibi_lm.evals.generalisation_result import figure, lines, verdict
-from alibi_lm.evals.intervals import as_list, wilson
+from alibi_lm.evals.intervals import share
 from alibi_lm.evals.scorer import Scorer, checked_scores
 from alibi_lm.evals.subject import Subject
 from alibi_lm.tasks.reasoning import END, TASKS, Question, question
@@ -60,9 +60,7 @@ class Tally:
             "task": task,
             "items": items,
             "trials": self.trials,
-            "correct": self.exact,
-            "rate": self.exact / self.trials,
-            "interval": as_list(wilson(self.exact, self.trials)),
+            **share(self.exact, self.trials),
             "teacher_forced": self.likely_tokens / self.tokens,
             "loss": self.loss / self.tokens,
         }

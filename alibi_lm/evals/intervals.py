@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 
@@ -31,6 +32,15 @@ def wilson(successes: float, trials: int, confidence: float = CONFIDENCE) -> Int
     low = 0.0 if successes == 0 else shrunk - half
     high = 1.0 if successes == trials else shrunk + half
     return low, high
+
+
+def share(correct: float, trials: int) -> dict[str, Any]:
+    """A share of right answers as results hold it: `correct`, `rate` and Wilson's `interval`."""
+    return {
+        "correct": correct,
+        "rate": correct / trials,
+        "interval": as_list(wilson(correct, trials)),
+    }
 
 
 def surely_more(

@@ -18,7 +18,7 @@ from alibi_lm.errors import ConfigError, DataError, Problem
 from alibi_lm.evals import plots, results
 from alibi_lm.evals.config import NeedleConfig
 from alibi_lm.evals.distances import Bin, distance_bin
-from alibi_lm.evals.intervals import as_list, wilson
+from alibi_lm.evals.intervals import share
 from alibi_lm.evals.needle_prompts import NUM_CANDIDATES, PromptMaker, Trial, says
 from alibi_lm.evals.retrieval_plots import needle_distance_figure
 from alibi_lm.evals.scorer import Answers, Scorer
@@ -67,17 +67,9 @@ class Tally:
         """Both scores with intervals."""
         return {
             "trials": self.trials,
-            "ranking": _score(self.ranked, self.trials),
-            "generation": _score(self.generated, self.trials),
+            "ranking": share(self.ranked, self.trials),
+            "generation": share(self.generated, self.trials),
         }
-
-
-def _score(correct: int, trials: int) -> dict[str, Any]:
-    return {
-        "correct": correct,
-        "rate": correct / trials,
-        "interval": as_list(wilson(correct, trials)),
-    }
 
 
 @dataclass

@@ -57,6 +57,13 @@ def _style(axes: Axes) -> None:
     axes.set_axisbelow(True)
 
 
+def mark_lengths(axes: Axes, lengths: Sequence[float]) -> None:
+    """Label exactly these places of the horizontal axis."""
+    axes.xaxis.set_major_locator(FixedLocator(list(lengths)))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+
+
 def title(axes: Axes, text: str) -> None:
     """Head a pair of axes."""
     axes.set_title(text, loc="left", fontsize=12, color=INK, fontweight="bold", pad=10)
@@ -141,9 +148,7 @@ def perplexity_figure(result: Mapping[str, Any]) -> Figure:
     axes.set_xscale("log", base=2)
     if len(lengths) == 1:
         axes.set_xlim(lengths[0] / 2, lengths[0] * 2)
-    axes.xaxis.set_major_locator(FixedLocator(lengths))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    mark_lengths(axes, lengths)
     axes.margins(x=0.06, y=0.18)
     axes.set_xlabel("window length (tokens, log scale)", color=INK)
     axes.set_ylabel("perplexity", color=INK)

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import base64
-import json
 import math
 from collections.abc import Mapping
-from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-import jinja2
-
-from alibi_lm.evals import generalisation_result, plots, results, retrieval_plots
+from alibi_lm.evals import generalisation_result, pages, plots, results, retrieval_plots
 from alibi_lm.evals.metrics import Metrics, read_metrics
 from alibi_lm.evals.retrieval_table import effective_words
 from alibi_lm.evals.scalars import write_scalars
 from alibi_lm.evals.subject import NativeSubject, Subject
 from alibi_lm.evals.tables import horizon_lines, needle_lines, perplexity_lines, retrieval_lines
-from alibi_lm.files import write_text
+from alibi_lm.files import stored_object, write_text
 from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.layers import Block
 from alibi_lm.model.scaling import head_slopes
@@ -91,7 +86,9 @@ def write_report(subject: Subject) -> Path:
         pictures["generalisation"] = _picture(subject, "generalisation", figure)
     if horizon is not None:
         pictures["horizon"] = _picture(subject, "horizon", plots.horizon_figure(horizon))
-    page = _template().render(
+    page = pages.render(
+        "alibi_lm.evals",
+        REPORT,
         title=f"Report on {subject.title}",
         subtitle=subject.subtitle,
         trained_here=isinstance(subject, NativeSubject),
@@ -115,16 +112,9 @@ def write_report(subject: Subject) -> Path:
     return path
 
 
-def _template() -> jinja2.Template:
-    source = files("alibi_lm.evals").joinpath(REPORT).read_text(encoding="utf-8")
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    return environment.from_string(source)
-
-
 def _picture(subject: Subject, name: str, figure: plots.Figure) -> str:
     """Write a figure beside the report and return it as base64."""
-    plots.save(figure, subject.evals_folder / f"{name}.png")
-    return base64.b64encode((subject.evals_folder / f"{name}.png").read_bytes()).decode()
+    return pages.picture(figure, subject.evals_folder / f"{name}.png")
 
 
 def _with_tone(result: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -237,12 +227,8 @@ def export_facts(subject: Subject) -> dict[str, Any] | None:
     if not isinstance(subject, NativeSubject):
         return None
     step = subject.checkpoint
-    path = step.hf_folder / EXPORT_FACTS
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, UnicodeDecodeError, json.JSONDecodeError):
-        return None
-    if found["checkpoint"].get("weights") != step.weights_digest():
+    found = stored_object(step.hf_folder / EXPORT_FACTS)
+    if found is None or found["checkpoint"].get("weights") != step.weights_digest():
         return None
     return {**found, "folder": str(step.hf_folder)}
 

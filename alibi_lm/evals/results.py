@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -23,7 +22,7 @@ from alibi_lm.evals.config import (
     RetrievalConfig,
 )
 from alibi_lm.evals.subject import Subject
-from alibi_lm.files import write_json
+from alibi_lm.files import stored_object, write_json
 
 DEFAULT_MULTIPLES = (0.5, 1, 2, 4, 8, 16)
 
@@ -190,11 +189,8 @@ def stored(subject: Subject, name: str) -> dict[str, Any] | None:
 
 def _stored(path: Path, name: str) -> dict[str, Any] | None:
     """The result of eval `name` in a file, whatever model it is of, or None."""
-    try:
-        result = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, UnicodeDecodeError, json.JSONDecodeError):
-        return None
-    if not isinstance(result, dict) or result.get("eval") != name:
+    result = stored_object(path)
+    if result is None or result.get("eval") != name:
         return None
     return result if isinstance(result.get("inputs"), dict) else None
 

@@ -16,7 +16,7 @@ from alibi_lm.console import console
 from alibi_lm.data.tokenizer import Tokenizer
 from alibi_lm.evals.config import RetrievalConfig
 from alibi_lm.evals.distances import Bin, distance_bin
-from alibi_lm.evals.intervals import as_list, wilson
+from alibi_lm.evals.intervals import share
 from alibi_lm.evals.scorer import Scorer
 from alibi_lm.tasks.metrics import METRICS
 from alibi_lm.tasks.passkey import Passkey
@@ -47,21 +47,13 @@ class Tally:
         """The scores with intervals; None without prompts."""
         if self.trials == 0:
             return None
-        ranking = None if self.ranked is None else _share(self.ranked, self.trials)
+        ranking = None if self.ranked is None else share(self.ranked, self.trials)
         return {
             "trials": self.trials,
-            "score": _share(self.total, self.trials),
-            "whole": _share(self.whole, self.trials),
+            "score": share(self.total, self.trials),
+            "whole": share(self.whole, self.trials),
             "ranking": ranking,
         }
-
-
-def _share(correct: float, trials: int) -> dict[str, Any]:
-    return {
-        "correct": correct,
-        "rate": correct / trials,
-        "interval": as_list(wilson(correct, trials)),
-    }
 
 
 @dataclass

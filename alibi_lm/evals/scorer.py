@@ -90,6 +90,31 @@ class Scorer(Protocol):
         ...
 
 
+def check_input(
+    tokens: Tensor, num_positions: int, limit: int | None, vocab_size: int, owner: str
+) -> None:
+    """Refuse what a model cannot read.
+
+    Args:
+        tokens: token ids.
+        num_positions: positions that they, and what is generated after them, take.
+        limit: positions that the model has; None where any length goes.
+        vocab_size: its number of token ids.
+        owner: what has the positions, for the message.
+
+    Raises:
+        ConfigError: more positions than there are.
+        DataError: a token id that the model does not have.
+    """
+    if limit is not None and num_positions > limit:
+        fix = "give shorter lengths; input is never cut"
+        raise ConfigError(Problem("length", num_positions, f"{owner} has {limit} positions", fix))
+    if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
+        rule = f"has a token id outside 0 to {vocab_size - 1}"
+        fix = "use a corpus made with the model's own tokenizer"
+        raise DataError(Problem("corpus", None, rule, fix))
+
+
 class NativeScorer:
     """Scores our own decoder.
 
@@ -186,14 +211,7 @@ class NativeScorer:
 
     def _checked(self, tokens: Tensor, num_positions: int) -> Tensor:
         limit = self._decoder.config.max_positions
-        if limit is not None and num_positions > limit:
-            fix = "give shorter lengths; input is never cut"
-            rule = f"the model has {limit} positions"
-            raise ConfigError(Problem("length", num_positions, rule, fix))
-        if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocab_size:
-            rule = f"has a token id outside 0 to {self.vocab_size - 1}"
-            fix = "use a corpus made with the model's own tokenizer"
-            raise DataError(Problem("corpus", None, rule, fix))
+        check_input(tokens, num_positions, limit, self.vocab_size, "the model")
         return tokens.to(self._device)
 
     def _read(self, prompts: Tensor, cache: Cache) -> Tensor:

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from alibi_lm.errors import CheckpointError, ConfigError, DataError, Problem
-from alibi_lm.evals.scorer import Answers, checked_scores
+from alibi_lm.errors import CheckpointError, ConfigError, Problem
+from alibi_lm.evals.scorer import Answers, check_input, checked_scores
 
 LOGITS_AT_ONCE = 1 << 27
 """Logits that one pass may make."""
@@ -139,14 +139,8 @@ class StockScorer:
         }
 
     def _checked(self, tokens: Tensor, num_positions: int) -> Tensor:
-        if self._longest is not None and num_positions > self._longest:
-            rule = f"{type(self._model).__name__} has {self._longest} positions"
-            fix = "give shorter lengths; input is never cut"
-            raise ConfigError(Problem("length", num_positions, rule, fix))
-        if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.vocab_size:
-            rule = f"has a token id outside 0 to {self.vocab_size - 1}"
-            fix = "use a corpus made with the model's own tokenizer"
-            raise DataError(Problem("corpus", None, rule, fix))
+        owner = type(self._model).__name__
+        check_input(tokens, num_positions, self._longest, self.vocab_size, owner)
         self._make_room(num_positions)
         return tokens.to(self._device)
 

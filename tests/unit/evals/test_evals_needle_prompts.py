@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import numpy as np
 import pytest
@@ -26,9 +24,9 @@ from tests.unit.evals.evals_fakes import (
     fake_step,
     write_documents,
 )
+from tests.unit.lines_run import lines_run
 
 LENGTHS = [256 * 2**k for k in range(10)]
-LIBRARY = str(Path(__file__).resolve().parents[3] / "alibi_lm")
 
 
 @pytest.fixture(scope="module")
@@ -120,33 +118,17 @@ def test_distractors_are_lines_of_other_keys_in_every_prompt(
         read_suite(None, ["needle.num_distractors=101"])
 
 
-def lines_run(maker: PromptMaker, length: int) -> int:
-    """Lines of the library that run while a prompt is made."""
-    count = 0
-
-    def trace(frame: FrameType, event: str, argument: Any) -> Any:
-        nonlocal count
-        if not frame.f_code.co_filename.startswith(LIBRARY):
-            return None
-        count += event == "line"
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        maker.trial(length, 0).prompt(0.5)
-    finally:
-        sys.settrace(before)
-    return count
-
-
 @pytest.mark.parametrize("num_distractors", [0, 4])
 def test_making_a_prompt_takes_steps_linear_in_its_length(
     tokenizer: WordTokenizer, corpus: TokenFile, num_distractors: int
 ) -> None:
     maker = PromptMaker(tokenizer, [corpus], 0, num_distractors)  # type: ignore[arg-type]
     maker.trial(131072, 0)  # the texts of all tokens are known from here on
-    steps = [lines_run(maker, length) for length in (2048, 8192, 32768)]
+
+    def making(length: int) -> Callable[[], object]:
+        return lambda: maker.trial(length, 0).prompt(0.5)
+
+    steps = [lines_run(making(length)) for length in (2048, 8192, 32768)]
     assert steps[1] <= 4.4 * steps[0] + 2000
     assert steps[2] <= 4.4 * steps[1] + 2000
 

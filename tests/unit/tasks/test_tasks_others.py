@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-import sys
+from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -19,9 +18,8 @@ from alibi_lm.tasks.passkey import FILLER, Passkey, k_max
 from alibi_lm.tasks.qa import read_questions
 from alibi_lm.tasks.recall_pairs import Recall
 from alibi_lm.tasks.words import compounds
+from tests.unit.lines_run import lines_run
 from tests.unit.tasks.token_readers import PATTERNS, PieceTokenizer, corpus_of
-
-LIBRARY = str(Path(__file__).resolve().parents[3] / "alibi_lm")
 
 
 @pytest.fixture(scope="module", params=PATTERNS)
@@ -167,26 +165,6 @@ def test_wrong_files_of_questions_are_named_line_by_line(tmp_path: Path) -> None
     assert (questions[0].answers, documents) == (("x",), ["y"])
 
 
-def lines_run(task: Any, length: int) -> int:
-    """Lines of the library that run while a prompt is made."""
-    count = 0
-
-    def trace(frame: FrameType, event: str, argument: Any) -> Any:
-        nonlocal count
-        if not frame.f_code.co_filename.startswith(LIBRARY):
-            return None
-        count += event == "line"
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        task.prompt(length, 0)
-    finally:
-        sys.settrace(before)
-    return count
-
-
 @pytest.mark.parametrize("name", TASKS)
 def test_making_a_prompt_takes_steps_linear_in_its_length(
     name: str, tokenizer: PieceTokenizer, corpus: TokenFile, qa_file: Path
@@ -198,7 +176,7 @@ def test_making_a_prompt_takes_steps_linear_in_its_length(
     for length in (32768, 131072) if name == "cwe" else (8192, 32768):
         fresh = task_of(name, tokenizer, corpus, qa_file)
         before = tokenizer.num_characters
-        steps.append(lines_run(fresh, length))
+        steps.append(lines_run(partial(fresh.prompt, length, 0)))
         characters.append(tokenizer.num_characters - before)
     assert steps[1] <= 4.4 * steps[0] + 2000
     assert characters[1] <= 4.4 * characters[0] + 2000
