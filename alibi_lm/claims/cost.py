@@ -14,6 +14,7 @@ import torch
 
 from alibi_lm.claims.config import CostConfig
 from alibi_lm.console import console
+from alibi_lm.memory import peak_resident_bytes, resident_bytes
 from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.decoder import Decoder
 from alibi_lm.settings import build, to_dict
@@ -92,18 +93,10 @@ def _memory(settings: CostConfig, scheme: str, length: int) -> float:
 def peak_of_steps(settings: CostConfig, scheme: str, length: int) -> int:
     """Bytes by which this process's peak of resident memory rises in three steps."""
     step = _step(settings, scheme, length)
-    before = _status("VmRSS")
+    before = resident_bytes()
     for _ in range(3):
         step()
-    return _status("VmHWM") - before
-
-
-def _status(name: str) -> int:
-    """A line of /proc/self/status in bytes. (getrusage's peak would be that of the process which
-    started this one, if that was larger.)"""
-    with open("/proc/self/status", encoding="ascii") as file:
-        line = next(line for line in file if line.startswith(f"{name}:"))
-    return 1024 * int(line.split()[1])
+    return peak_resident_bytes() - before
 
 
 def cost_lines(cost: Mapping[str, Any]) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from alibi_lm.data.indexed import TokenFile
 from alibi_lm.errors import ConfigError, DataError, Problem
 from alibi_lm.evals.scorer import DTYPES
 from alibi_lm.files import write_json
+from alibi_lm.memory import peak_resident_bytes
 from alibi_lm.model.decoder import Decoder
 from alibi_lm.model.generation import decoding_cache, prefill
 from alibi_lm.model.long import DENSE_UP_TO, LongReport, long_losses, why_dense
@@ -137,7 +137,7 @@ def _scoring(decoder: Decoder, text: Tensor, settings: LongBenchmark) -> list[di
             row["seconds"].append(round(time.perf_counter() - start, 3))
             row["cpu_seconds"].append(round(time.process_time() - cpu, 3))
             if turn == 0:
-                row["peak_kib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+                row["peak_kib"] = peak_resident_bytes() // 1024
                 row["perplexity"] = float(losses.double().mean().exp())
                 row["kept_tokens"], row["made_again"] = report.kept, report.made_again
                 console.say(f"  {length:,} tokens: {row['seconds'][0]} s")

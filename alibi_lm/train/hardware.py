@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import resource
 import time
 
 import torch
 from deepspeed.accelerator import get_accelerator
+
+from alibi_lm.memory import peak_resident_bytes
 
 # Dense bf16/fp16 tensor-core peak by a part of the device's name, from the vendors' data sheets.
 # The first match counts, so the more specific names come first.
@@ -72,7 +73,7 @@ def memory_in_use() -> int:
     """Peak bytes: of the device's allocator, or on CPU of this process."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return peak_resident_bytes()
 
 
 def threads_per_rank(num_cores: int, ranks_on_host: int) -> int:

@@ -33,7 +33,7 @@ TESTS = sorted((REPOSITORY / "tests").rglob("*.py"))
 READMES = sorted([REPOSITORY / "README.md", *REPOSITORY.glob("*/README.md")])
 CONFIGS = sorted((REPOSITORY / "configs").rglob("*.yaml"))
 
-BASE = ("errors", "console", "files", "settings", "locking")
+BASE = ("errors", "console", "files", "settings", "locking", "memory")
 """What everything may import, and what imports nothing above itself."""
 
 # What each part of the library may import of the library, besides itself and BASE. A name with a
@@ -80,6 +80,7 @@ MAY_IMPORT_OF_BASE: dict[str, tuple[str, ...]] = {
     "files": (),
     "settings": ("errors",),
     "locking": ("errors", "console"),
+    "memory": (),
 }
 SECTIONS = re.compile(r"^(claims|data|evals|model|parallel|tasks|train)\.config$")
 """The packages' own config sections: below everything, they know of mistakes only."""
