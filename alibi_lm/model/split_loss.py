@@ -10,13 +10,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from alibi_lm.model.loss import (
-    IGNORED,
-    LOGITS_AT_ONCE,
-    ROWS_AT_ONCE,
-    linear_cross_entropy,
-)
+from alibi_lm.model.loss import IGNORED, ROWS_AT_ONCE, linear_cross_entropy
+from alibi_lm.native.linear import weight_gradient
 from alibi_lm.parallel.mesh import Axis
+
+SPLIT_LOGITS_AT_ONCE = 1 << 24
+"""Logits of one product of a rank: its fp32 values are held as a whole."""
 
 
 def output_losses(
@@ -65,7 +64,7 @@ class _Split(torch.autograd.Function):
     ) -> Tensor:
         share = weight.shape[0]
         ctx.tp = tp
-        ctx.rows = max(ROWS_AT_ONCE, LOGITS_AT_ONCE // share)
+        ctx.rows = max(ROWS_AT_ONCE, SPLIT_LOGITS_AT_ONCE // share)
         ctx.real = min(share, max(0, vocab_size - tp.rank * share))
         local = _local(targets, tp, share)
         # Highest logit, sum of exponentials relative to it, and the target's logit.
@@ -131,6 +130,6 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
             shares.scatter_add_(1, labels.clamp(min=0)[:, None], -hit[:, None])
         d_logits = shares.mul_(factors[:, None]).to(hidden.dtype)
         torch.mm(d_logits, rows, out=out)
-        d_weight[: ctx.real] += d_logits.T @ part
+        d_weight[: ctx.real] += weight_gradient(d_logits, part)
     dist.all_reduce(d_hidden, group=ctx.tp.group)
     return d_hidden, d_weight.to(weight.dtype)
