@@ -18,6 +18,8 @@ LOGITS_AT_ONCE = 1 << 24
 ROWS_AT_ONCE = 512
 # fp32 values of one softmax: 4 MiB stay in a core's cache over its passes.
 SOFTMAX_AT_ONCE = 1 << 20
+# Values of a product that is rounded before it is added to an fp32 sum.
+PRODUCT_AT_ONCE = 1 << 24
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -69,15 +71,34 @@ class _LinearCrossEntropy(torch.autograd.Function):
             *(x.split(ctx.rows) for x in (hidden, targets, grad, d_hidden)), strict=True
         ):
             logits = kept[0] if kept else F.linear(part, weight)
-            d_logits = _logit_gradients(logits, labels, scale)
+            # Logits that were made again are nobody else's: their gradient takes their place.
+            d_logits = torch.empty_like(logits) if kept else logits
+            _logit_gradients(logits, labels, scale, d_logits)
             torch.mm(d_logits, weight, out=out)
             if ctx.needs_input_grad[1]:
-                product = d_logits.T @ part
-                if d_weight is None:
-                    d_weight = product if kept else product.float()
+                if kept:
+                    d_weight = d_logits.T @ part
                 else:
-                    d_weight += product
+                    if d_weight is None:
+                        d_weight = torch.zeros_like(weight, dtype=torch.float32)
+                    add_product(d_weight, d_logits, part)
         return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), None
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left.T @ right, without a second matrix of its size.
+
+    Args:
+        total: fp32 [V, d].
+        left: [n, V].
+        right: [n, d], in left's dtype.
+    """
+    if left.dtype == total.dtype:
+        total.addmm_(left.T, right)
+        return
+    rows = max(1, PRODUCT_AT_ONCE // max(1, total.shape[1]))
+    for part, columns in zip(total.split(rows), left.split(rows, dim=1), strict=True):
+        part += columns.T @ right
 
 
 def _losses(logits: Tensor, targets: Tensor, out: Tensor) -> None:
@@ -89,10 +110,9 @@ def _losses(logits: Tensor, targets: Tensor, out: Tensor) -> None:
         losses.copy_(F.nll_loss(scores, labels, reduction="none", ignore_index=IGNORED))
 
 
-def _logit_gradients(logits: Tensor, targets: Tensor, grad: Tensor) -> Tensor:
-    """grad x (softmax - one hot) [n, V] in the dtype of the logits."""
+def _logit_gradients(logits: Tensor, targets: Tensor, grad: Tensor, result: Tensor) -> None:
+    """Fill result, which may be logits, with grad x (softmax - one hot) [n, V]."""
     block = max(1, SOFTMAX_AT_ONCE // logits.shape[1])
-    result = torch.empty_like(logits)
     scale = grad.masked_fill(targets == IGNORED, 0.0)
     for part, labels, factors, out in zip(
         *(x.split(block) for x in (logits, targets, scale, result)), strict=True
@@ -101,4 +121,3 @@ def _logit_gradients(logits: Tensor, targets: Tensor, grad: Tensor) -> Tensor:
         places = labels.clamp(min=0).unsqueeze(1)
         shares.scatter_add_(1, places, shares.new_full((1, 1), -1.0).expand_as(places))
         out.copy_(shares.mul_(factors.unsqueeze(1)))
-    return result
