@@ -52,7 +52,18 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "plan": ("config", "parallel", "model", "data", "train"),
     "doctor": ("config", "model", "train"),
     "text": ("config", "model", "data", "checkpoint"),
-    "commands": ("text", "parallel", "model", "data", "checkpoint", "hf", "evals", "train"),
+    "bench": ("config", "model", "data", "train"),
+    "commands": (
+        "text",
+        "parallel",
+        "model",
+        "data",
+        "checkpoint",
+        "hf",
+        "evals",
+        "train",
+        "bench",
+    ),  # fmt: skip
     "cli": (
         "commands",
         "config",
