@@ -22,6 +22,12 @@ def test_each_turn_starts_with_another_way() -> None:
     assert found == {"a": [4.0, 9.0, 11.0], "b": [5.0, 7.0, 12.0], "c": [6.0, 8.0, 10.0]}
 
 
+def test_what_takes_long_has_few_turns() -> None:
+    found = in_turns({"long": lambda: 61.0, "short": lambda: 1.0}, repeats=5)
+    assert found == {"long": [61.0] * 3, "short": [1.0] * 5}
+    assert paired_ratio(found["long"], found["short"]).confidence == pytest.approx(0.75)
+
+
 def test_a_ratio_is_of_pairs_and_not_of_medians() -> None:
     found = paired_ratio([2.0, 40.0, 9.0], [1.0, 10.0, 3.0])
     assert (found.median, found.low, found.high) == (3.0, 2.0, 4.0)
