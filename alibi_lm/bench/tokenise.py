@@ -68,7 +68,7 @@ def benchmark_tokenise(
         "processes": counts,
         "megabytes_a_second": {name: size / 1e6 / median(seconds[name]) for name in ways},
         "seconds": seconds,
-        "speed_to_library": {n: paired_ratio(theirs[n], ours[n]).as_dict() for n in counts},
+        "speed_to_library": {str(n): paired_ratio(theirs[n], ours[n]).as_dict() for n in counts},
         "speed_to_one": paired_ratio(ours[counts[0]], ours[counts[-1]]).as_dict(),
     }
     publish(result, benchmark_lines(result), path)
@@ -107,7 +107,7 @@ def benchmark_lines(result: dict[str, Any]) -> list[str]:
     speeds = result["megabytes_a_second"]
     rows = []
     for n in result["processes"]:
-        ratio = result["speed_to_library"][n]
+        ratio = result["speed_to_library"][str(n)]
         rows.append(
             [
                 str(n),
