@@ -13,6 +13,7 @@ import click
 
 from alibi_lm import __version__
 from alibi_lm.commands.arguments import OVERRIDES, RUN
+from alibi_lm.commands.bench_parts import load, loss, start, tokenize
 from alibi_lm.commands.evals import compare, eval_group, report
 from alibi_lm.commands.exchange import export, import_command
 from alibi_lm.commands.generate import generate
@@ -250,28 +251,8 @@ def bench() -> None:
     """Measure speeds: ratios taken in one run on this machine."""
 
 
-@bench.command()
-@click.argument("recipe", type=click.Path(path_type=Path))
-@OVERRIDES
-@click.option(
-    "--megabytes",
-    type=click.FloatRange(0.1, 1e5),
-    default=16.0,
-    show_default=True,
-    help="Text of one measurement.",
-)
-def tokenize(recipe: Path, overrides: Sequence[str], megabytes: float) -> None:
-    """Tokenise the start of RECIPE's corpora with one process and with all cores.
-
-    The recipe must have been prepared: its tokenizer is the one measured.
-    """
-    from alibi_lm.data.benchmark import benchmark_tokenise
-    from alibi_lm.data.prepare import load_recipe
-    from alibi_lm.data.tokenizer import load_tokenizer
-
-    loaded = load_recipe(recipe, list(overrides))
-    tokenizer = load_tokenizer(Path(loaded.output) / "tokenizer")
-    benchmark_tokenise(loaded, tokenizer, num_bytes=int(megabytes * 1e6))
+for _part in (tokenize, load, loss, start):
+    bench.add_command(_part)
 
 
 @bench.command("long")

@@ -23,6 +23,11 @@ def peak_resident_bytes() -> int:
     return _status("VmHWM")
 
 
+def private_bytes() -> int:
+    """Bytes in memory now that are not pages of a file."""
+    return _status("RssAnon")
+
+
 def _status(name: str) -> int:
     with open("/proc/self/status", encoding="ascii") as file:
         line = next(line for line in file if line.startswith(f"{name}:"))

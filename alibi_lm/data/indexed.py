@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import mmap
 import os
 import struct
 from collections.abc import Iterator, Sequence
@@ -97,9 +98,9 @@ class TokenFile:
         self._check_index(index)
         self._check_tokens(bin_path(self.prefix))
         if self.num_tokens:
-            self._tokens: NDArray[Any] = np.memmap(
-                bin_path(self.prefix), dtype=self.dtype, mode="r"
-            )
+            with bin_path(self.prefix).open("rb") as file:
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            self._tokens: NDArray[Any] = np.frombuffer(self._map, self.dtype)
         else:  # an empty file cannot be mapped
             self._tokens = np.empty(0, self.dtype)
 
@@ -187,6 +188,17 @@ class TokenFile:
         if not 0 <= start <= stop <= self.num_tokens:
             raise IndexError(f"tokens {start} to {stop} of {self.num_tokens}")
         return self._tokens[start:stop]
+
+    def expect(self, start: int, stop: int) -> None:
+        """Let the system fetch tokens [start, stop) from storage while others are read.
+
+        Reading them one after another waits for the storage device each time, and for what it
+        reads ahead.
+        """
+        first = start * self.dtype.itemsize // mmap.PAGESIZE * mmap.PAGESIZE
+        length = stop * self.dtype.itemsize - first
+        if stop > start and hasattr(mmap, "MADV_WILLNEED"):
+            self._map.madvise(mmap.MADV_WILLNEED, first, length)
 
     def tokens_at(self, positions: NDArray[np.int64]) -> NDArray[Any]:
         """The token at each of the given positions."""

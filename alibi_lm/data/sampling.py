@@ -130,14 +130,21 @@ class Blend:
 
     def sample(self, index: int) -> NDArray[np.int64]:
         """[sequence_length + 1] tokens of sample `index`: inputs [:-1], targets [1:]."""
-        corpus, _, window = self.where(index)
-        start = window * self.sequence_length
-        return self.streams[corpus].read(start, start + self.sequence_length + 1)
+        stream, start, stop = self._place(index)
+        return stream.read(start, stop)
 
     def samples(self, indices: Iterable[int]) -> NDArray[np.int64]:
         """[n, sequence_length + 1] tokens of the given samples."""
-        rows = [self.sample(index) for index in indices]
+        places = [self._place(index) for index in indices]
+        for stream, start, stop in places:
+            stream.expect(start, stop)
+        rows = [stream.read(start, stop) for stream, start, stop in places]
         return np.stack(rows) if rows else np.empty((0, self.sequence_length + 1), np.int64)
+
+    def _place(self, index: int) -> tuple[TokenStream, int, int]:
+        corpus, _, window = self.where(index)
+        start = window * self.sequence_length
+        return self.streams[corpus], start, start + self.sequence_length + 1
 
 
 def batch_indices(

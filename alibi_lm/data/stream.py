@@ -53,6 +53,16 @@ class TokenStream:
             self._file_starts = starts
             self._stream_starts = starts + np.concatenate(([0], np.cumsum(missing)))
 
+    def expect(self, start: int, stop: int) -> None:
+        """Let the system fetch tokens [start, stop) of the stream: see `TokenFile.expect`."""
+        if self._file_starts is not None:
+            places = np.array([start, stop])
+            documents = np.searchsorted(self._stream_starts, places, side="right") - 1
+            # Inserted ends before a place lie in the stream only; its document's own comes last.
+            shift = self._stream_starts[documents] - self._file_starts[documents]
+            start, stop = (int(place) for place in places - shift)
+        self.file.expect(start, min(stop, self.file.num_tokens))
+
     def read(self, start: int, stop: int) -> NDArray[Any]:
         """[stop - start] int64 tokens of the stream from `start` on."""
         if not 0 <= start <= stop <= self.num_tokens:

@@ -15,12 +15,17 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar, cast
+
+import numpy as np
+from numpy.typing import NDArray
 
 from alibi_lm.errors import DataError, Problem
 from alibi_lm.files import replacing
+
+T = TypeVar("T")
 
 SPACE_SIGN = "\u2581"
 EOS_NAMES = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "[EOS]")
@@ -35,6 +40,8 @@ class _Backend(Protocol):
     pad_id: int | None
 
     def encode(self, text: str) -> list[int]: ...
+
+    def encode_array(self, text: str) -> NDArray[np.integer]: ...
 
     def decode(self, ids: list[int]) -> str: ...
 
@@ -78,6 +85,11 @@ class _SentencePiece:
             ids += self._model.encode(part)
         return ids
 
+    def encode_array(self, text: str) -> NDArray[np.integer]:
+        if SPACE_SIGN in text:
+            return np.array(self.encode(text), np.int32)
+        return cast("NDArray[np.int32]", self._model.encode(text, out_type="numpy"))
+
     def decode(self, ids: list[int]) -> str:
         return str(self._model.decode(ids))
 
@@ -100,6 +112,9 @@ class _TokenizersFile:
 
     def encode(self, text: str) -> list[int]:
         return list(self._model.encode_batch_fast([text], add_special_tokens=False)[0].ids)
+
+    def encode_array(self, text: str) -> NDArray[np.integer]:
+        return np.array(self.encode(text), np.int32)
 
     def decode(self, ids: list[int]) -> str:
         return str(self._model.decode(ids, skip_special_tokens=False))
@@ -161,8 +176,15 @@ class Tokenizer:
         Raises:
             DataError: the text holds a lone surrogate, or U+2581 that the tokenizer cannot hold.
         """
+        return self._checked(self._backend.encode, text)
+
+    def encode_array(self, text: str) -> NDArray[np.integer]:
+        """`encode` as an array, without a Python number a token."""
+        return self._checked(self._backend.encode_array, text)
+
+    def _checked(self, encode: Callable[[str], T], text: str) -> T:
         try:
-            return self._backend.encode(text)
+            return encode(text)
         except (RuntimeError, TypeError):  # what the two libraries make of a lone surrogate
             found = re.search("[\ud800-\udfff]", text)
             if found is None:

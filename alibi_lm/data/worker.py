@@ -71,24 +71,24 @@ class Encoder:
     def __call__(self, texts: Sequence[Text]) -> Encoded:
         """Encode a batch."""
         pieces, lengths, num_lossy = [], [], 0
+        eos = np.array([self.tokenizer.eos_id], self.dtype)
         for number, text in enumerate(texts):
             try:
                 ids = self._encode(text)
             except DataError as error:
                 empty = np.empty(0, self.dtype)
                 return Encoded(empty, np.empty(0, np.int32), 0, (number, error.problems[0]))
-            if self.count_lossy and self.tokenizer.decode(ids) != "".join(text):
+            if self.count_lossy and self.tokenizer.decode(ids.tolist()) != "".join(text):
                 num_lossy += 1
-            ids.append(self.tokenizer.eos_id)
-            pieces.append(np.array(ids, self.dtype))
-            lengths.append(len(ids))
+            pieces += [ids.astype(self.dtype), eos]
+            lengths.append(len(ids) + 1)
         tokens = np.concatenate(pieces) if pieces else np.empty(0, self.dtype)
         return Encoded(tokens, np.array(lengths, np.int32), num_lossy)
 
-    def _encode(self, text: Text) -> list[int]:
+    def _encode(self, text: Text) -> NDArray[np.integer]:
         if isinstance(text, str):
-            return self.tokenizer.encode(text)
-        return [token for piece in text for token in self.tokenizer.encode(piece)]
+            return self.tokenizer.encode_array(text)
+        return np.concatenate([self.tokenizer.encode_array(piece) for piece in text])
 
 
 def available_cores() -> int:

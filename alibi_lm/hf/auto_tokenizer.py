@@ -6,6 +6,9 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from alibi_lm.data.tokenizer import Tokenizer
 from alibi_lm.errors import CheckpointError, Problem
 from alibi_lm.files import sha256
@@ -34,6 +37,9 @@ class _Auto:
             text, add_special_tokens=False, split_special_tokens=True, verbose=False
         )  # fmt: skip
         return list(ids["input_ids"])
+
+    def encode_array(self, text: str) -> NDArray[np.integer]:
+        return np.array(self.encode(text), np.int32)
 
     def decode(self, ids: list[int]) -> str:
         return str(

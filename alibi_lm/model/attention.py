@@ -85,7 +85,8 @@ def _exact(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Tensor:
 
 _HALF = frozenset({torch.bfloat16, torch.float16})
 
-# In order of preference; "native_cpu" is compiled where it is first used. The exact path is the only one on a GPU so far, and has not yet been run
+# In order of preference; "native_cpu" is compiled where it is first used. The exact path is the
+# only one on a GPU so far, and has not yet been run
 # on one.
 KERNELS: dict[str, Kernel] = {
     "native_cpu": Kernel(_native, frozenset({"cpu"}), frozenset({torch.bfloat16}), window=True,

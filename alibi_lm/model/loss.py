@@ -21,6 +21,8 @@ LOGITS_AT_ONCE = 1 << 27
 ROWS_AT_ONCE = 512
 # fp32 values of one softmax: 4 MiB stay in a core's cache over its passes.
 SOFTMAX_AT_ONCE = 1 << 20
+# Values of a product that is rounded before it is added to an fp32 sum.
+PRODUCT_AT_ONCE = 1 << 24
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -78,20 +80,37 @@ class _LinearCrossEntropy(torch.autograd.Function):
         parts = (x.split(ctx.rows) for x in (hidden, targets, grad.contiguous(), d_hidden))
         for index, (part, labels, scale, out) in enumerate(zip(*parts, strict=True)):
             logits = F.linear(part, weight) if kept is None else kept
+            # Logits that were made again are nobody else's: their gradient takes their place.
+            d_logits = logits if kept is None else torch.empty_like(logits)
             if ctx.native:
-                # A graph that is walked twice needs kept logits again; others give their place.
-                d_logits = logits if kept is None else torch.empty_like(logits)
                 torch.ops.alibi_lm.loss_backward(logits, labels, saved[index], scale, d_logits)
             else:
-                d_logits = _logit_gradients(logits, labels, scale)
+                _logit_gradients(logits, labels, scale, d_logits)
             torch.mm(d_logits, weight, out=out)
             if ctx.needs_input_grad[1]:
-                product = weight_gradient(d_logits, part)
-                if d_weight is None:
-                    d_weight = product if kept is not None else product.float()
+                if kept is not None:
+                    d_weight = weight_gradient(d_logits, part)
                 else:
-                    d_weight += product
+                    if d_weight is None:
+                        d_weight = torch.zeros_like(weight, dtype=torch.float32)
+                    add_product(d_weight, d_logits, part)
         return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), None
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left.T @ right, without a second matrix of its size.
+
+    Args:
+        total: fp32 [V, d].
+        left: [n, V].
+        right: [n, d], in left's dtype.
+    """
+    if left.dtype == total.dtype:
+        total.addmm_(left.T, right)
+        return
+    rows = max(1, PRODUCT_AT_ONCE // max(1, total.shape[1]))
+    for part, columns in zip(total.split(rows), left.split(rows, dim=1), strict=True):
+        part += weight_gradient(columns, right)
 
 
 def _losses(logits: Tensor, targets: Tensor, out: Tensor) -> None:
@@ -103,10 +122,9 @@ def _losses(logits: Tensor, targets: Tensor, out: Tensor) -> None:
         losses.copy_(F.nll_loss(scores, labels, reduction="none", ignore_index=IGNORED))
 
 
-def _logit_gradients(logits: Tensor, targets: Tensor, grad: Tensor) -> Tensor:
-    """grad x (softmax - one hot) [n, V] in the dtype of the logits."""
+def _logit_gradients(logits: Tensor, targets: Tensor, grad: Tensor, result: Tensor) -> None:
+    """Fill result, which may be logits, with grad x (softmax - one hot) [n, V]."""
     block = max(1, SOFTMAX_AT_ONCE // logits.shape[1])
-    result = torch.empty_like(logits)
     scale = grad.masked_fill(targets == IGNORED, 0.0)
     for part, labels, factors, out in zip(
         *(x.split(block) for x in (logits, targets, scale, result)), strict=True
@@ -115,4 +133,3 @@ def _logit_gradients(logits: Tensor, targets: Tensor, grad: Tensor) -> Tensor:
         places = labels.clamp(min=0).unsqueeze(1)
         shares.scatter_add_(1, places, shares.new_full((1, 1), -1.0).expand_as(places))
         out.copy_(shares.mul_(factors.unsqueeze(1)))
-    return result

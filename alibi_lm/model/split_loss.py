@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from alibi_lm.model.loss import IGNORED, ROWS_AT_ONCE, linear_cross_entropy
-from alibi_lm.native.linear import weight_gradient
+from alibi_lm.model.loss import IGNORED, ROWS_AT_ONCE, add_product, linear_cross_entropy
 from alibi_lm.parallel.mesh import Axis
 
 SPLIT_LOGITS_AT_ONCE = 1 << 24
@@ -124,12 +123,12 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         *(x.split(ctx.rows) for x in (hidden, local, log_total, scale, d_hidden)), strict=True
     ):
         logits = kept[0] if kept else F.linear(part, rows)
-        shares = (logits.float() - top[:, None]).exp_()
+        shares = logits.to(torch.float32, copy=bool(kept)).sub_(top[:, None]).exp_()
         if ctx.real:
             hit = (labels >= 0).to(shares.dtype)
             shares.scatter_add_(1, labels.clamp(min=0)[:, None], -hit[:, None])
         d_logits = shares.mul_(factors[:, None]).to(hidden.dtype)
         torch.mm(d_logits, rows, out=out)
-        d_weight[: ctx.real] += weight_gradient(d_logits, part)
+        add_product(d_weight[: ctx.real], d_logits, part)
     dist.all_reduce(d_hidden, group=ctx.tp.group)
     return d_hidden, d_weight.to(weight.dtype)

@@ -23,7 +23,8 @@ from alibi_lm.console import console
 
 SOURCES = Path(__file__).parent
 FLAGS = ("-std=c++20", "-O3", "-fPIC", "-shared", "-fopenmp", "-Wno-ignored-attributes",
-         "-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl", "-mavx512bf16", "-mfma")  # fmt: skip
+         "-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl", "-mavx512bf16",
+         "-mfma")  # fmt: skip
 COMPILE_SECONDS = 600.0
 
 
@@ -97,9 +98,7 @@ def _compile(compiler: str, path: Path) -> None:
     try:
         command = [compiler, *_arguments(), str(SOURCES / "attention.cpp"), "-o", name,
                    "-ltorch", "-ltorch_cpu", "-lc10"]  # fmt: skip
-        subprocess.run(
-            command, capture_output=True, text=True, check=True, timeout=COMPILE_SECONDS
-        )
+        subprocess.run(command, capture_output=True, text=True, check=True, timeout=COMPILE_SECONDS)
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)

@@ -36,6 +36,8 @@ CONFIGS = sorted((REPOSITORY / "configs").rglob("*.yaml"))
 BASE = ("errors", "console", "files", "settings", "locking", "memory", "native")
 """What everything may import, and what imports nothing above itself."""
 
+WHOLE_RUNS = ("parallel", "model", "data", "checkpoint", "hf", "evals", "train")
+
 # What each part of the library may import of the library, besides itself and BASE. A name with a
 # dot is one module. Read downwards, a part only ever names parts above it: imports point one way.
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
@@ -52,21 +54,9 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "plan": ("config", "parallel", "model", "data", "train"),
     "doctor": ("config", "model", "train"),
     "text": ("config", "model", "data", "checkpoint"),
-    "commands": ("text", "parallel", "model", "data", "checkpoint", "hf", "evals", "train"),
-    "cli": (
-        "commands",
-        "config",
-        "parallel",
-        "model",
-        "data",
-        "checkpoint",
-        "hf",
-        "evals",
-        "train",
-        "plan",
-        "claims",
-        "doctor",
-    ),
+    "bench": ("config", "model", "data", "train"),
+    "commands": (*WHOLE_RUNS, "text", "bench"),
+    "cli": (*WHOLE_RUNS, "commands", "config", "plan", "claims", "doctor"),
     "__main__": ("cli",),
 }
 PUBLIC = ("model.config", "model.decoder", "text")

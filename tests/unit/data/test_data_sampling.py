@@ -5,11 +5,14 @@ from __future__ import annotations
 import pickle
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.strategies import DataObject
+from numpy.typing import NDArray
 
 from alibi_lm.data.indexed import TokenFile, TokenFileWriter
 from alibi_lm.data.permutation import Permutation, count_below, floor_sum
@@ -64,7 +67,7 @@ def test_permutation_looks_random() -> None:
 
 @given(st.integers(0, 60), st.integers(1, 50), st.integers(0, 90), st.integers(0, 90), st.data())
 def test_floor_sum_and_count_by_brute_force(
-    count: int, modulus: int, step: int, start: int, data: st.DataObject
+    count: int, modulus: int, step: int, start: int, data: DataObject
 ) -> None:
     values = [step * i + start for i in range(count)]
     assert floor_sum(count, modulus, step, start) == sum(v // modulus for v in values)
@@ -214,6 +217,54 @@ def test_stream_has_one_eos_after_each_document(
             assert stream.read(start, stop).tolist() == expected[start:stop]
     plain = TokenStream(file, eos_id=None)
     assert plain.read(0, plain.num_tokens).tolist() == sum(documents, [])
+
+
+class WatchedFile(TokenFile):
+    """Remembers the tokens that were asked for ahead, and that they came before they were read."""
+
+    def __init__(self, prefix: Path) -> None:
+        super().__init__(prefix)
+        self.expected: set[int] = set()
+
+    def expect(self, start: int, stop: int) -> None:
+        super().expect(start, stop)
+        self.expected |= set(range(start, stop))
+
+    def read(self, start: int, stop: int) -> NDArray[Any]:
+        assert set(range(start, stop)) <= self.expected
+        return super().read(start, stop)
+
+
+@given(DOCUMENTS, st.booleans(), st.data())
+@settings(max_examples=60, deadline=None)
+def test_what_is_read_was_asked_for_ahead_and_little_else(
+    tmp_path_factory: pytest.TempPathFactory,
+    documents: list[list[int]],
+    ends: bool,
+    data: DataObject,
+) -> None:
+    prefix = tmp_path_factory.mktemp("watched") / "c"
+    token_file(prefix, documents)
+    file = WatchedFile(prefix)
+    stream = TokenStream(file, eos_id=1 if ends else None)
+    start = data.draw(st.integers(0, stream.num_tokens))
+    stop = data.draw(st.integers(start, stream.num_tokens))
+    stream.expect(start, stop)
+    stream.read(start, stop)
+    assert len(file.expected) <= stop - start
+
+
+def test_the_samples_of_a_batch_are_asked_for_before_the_first_is_read(tmp_path: Path) -> None:
+    token_file(tmp_path / "c", [list(range(400))])
+    file = WatchedFile(tmp_path / "c")
+    seen: list[int] = []
+    blend = Blend([(file, 1.0)], 8, seed=0)
+    read = file.read
+    file.read = lambda *span: seen.append(len(file.expected)) or read(*span)  # type: ignore
+    expected = [blend.where(index)[2] * 8 for index in range(6)]
+    samples = blend.samples(range(6))
+    assert samples.tolist() == [list(range(start, start + 9)) for start in expected]
+    assert set(seen) == {len({t for start in expected for t in range(start, start + 9)})}
 
 
 def test_blend_over_a_foreign_file_without_ends(tmp_path: Path) -> None:

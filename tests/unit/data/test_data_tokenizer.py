@@ -48,6 +48,7 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 def check_round_trip(tokenizer: Tokenizer, text: str) -> None:
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
+    assert tokenizer.encode_array(text).tolist() == ids
     assert all(4 <= token < tokenizer.vocab_size for token in ids)
 
 
@@ -72,8 +73,9 @@ def test_every_character_of_the_basic_plane_round_trips(tokenizer: Tokenizer) ->
 
 
 def test_a_lone_surrogate_is_refused_by_name(tokenizer: Tokenizer) -> None:
-    with pytest.raises(DataError, match=r"U\+DC80: stands at character 3"):
-        tokenizer.encode("abc\udc80")
+    for encode in (tokenizer.encode, tokenizer.encode_array):
+        with pytest.raises(DataError, match=r"U\+DC80: stands at character 3"):
+            encode("abc\udc80")
 
 
 def test_ids_and_names(tokenizer: Tokenizer, tmp_path: Path) -> None:
