@@ -133,8 +133,8 @@ def _engine_step(job: Job) -> Callable[[], None]:
         "run": {"dir": "unused"},
         "model": SIZES[job.shape.size],
         "data": {"corpora": [{"prefix": "unused"}]},
-        "train": {"sequence_length": job.shape.sequence_length, "micro_batch_size": sequences, "global_batch_size": sequences,
-                  "precision": "bf16", "num_steps": 1},
+        "train": {"sequence_length": job.shape.sequence_length, "micro_batch_size": sequences,
+                  "global_batch_size": sequences, "precision": "bf16", "num_steps": 1},
     })  # fmt: skip
     model = make(job.name, job.shape)
     with contextlib.redirect_stdout(io.StringIO()):
@@ -144,8 +144,8 @@ def _engine_step(job: Job) -> Callable[[], None]:
             config=deepspeed_config(config, deepspeed_block(config), 1),
         )
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(SIZES[job.shape.size]["vocab_size"],
-                           (sequences, job.shape.sequence_length + 1), generator=generator)  # fmt: skip
+    size = (sequences, job.shape.sequence_length + 1)
+    tokens = torch.randint(SIZES[job.shape.size]["vocab_size"], size, generator=generator)
 
     def step() -> None:
         engine.backward(engine(tokens))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import os
+import shutil
 import subprocess
 import sysconfig
 import tempfile
@@ -22,7 +22,7 @@ from torch.utils import cpp_extension
 from alibi_lm.console import console
 
 SOURCES = Path(__file__).parent
-FLAGS = ("-std=c++20", "-O3", "-fPIC", "-shared", "-fopenmp", "-Wno-ignored-attributes",
+FLAGS = ("-std=c++20", "-O3", "-fPIC", "-fopenmp", "-Wno-ignored-attributes",
          "-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl", "-mavx512bf16",
          "-mfma")  # fmt: skip
 COMPILE_SECONDS = 600.0
@@ -36,10 +36,11 @@ def unavailable() -> str | None:
     """
     if not _has_instructions():
         return "no AMX"
+    compiler = cpp_extension.get_cxx_compiler()
     try:
-        torch.ops.load_library(str(_library()))
-    except FileNotFoundError as error:
-        reason = f"no C++ compiler ({error.filename})"
+        if shutil.which(compiler) is None:
+            raise OSError(f"no C++ compiler {compiler}")
+        torch.ops.load_library(str(_library(compiler)))
     except subprocess.CalledProcessError as error:
         last = error.stderr.strip().splitlines()[-1:] or [f"exit code {error.returncode}"]
         reason = f"its C++ does not compile here ({last[0]})"
@@ -57,9 +58,8 @@ def _has_instructions() -> bool:
     return capabilities.startswith("AVX512") and bool(tiles)
 
 
-def _library() -> Path:
+def _library(compiler: str) -> Path:
     """The compiled library; made if it is not there, by one process while others wait."""
-    compiler = cpp_extension.get_cxx_compiler()
     folder = Path(cpp_extension.get_default_build_root()) / "alibi_lm"
     path = folder / f"attention_{_fingerprint(compiler)}.so"
     if path.exists():
@@ -84,21 +84,22 @@ def _fingerprint(compiler: str) -> str:
 def _arguments() -> list[str]:
     includes = [*cpp_extension.include_paths("cpu"), sysconfig.get_paths()["include"]]
     abi = int(torch.compiled_with_cxx11_abi())
-    # OpenMP is not linked: its functions are those of the copy that torch has loaded. A second one
-    # would bring threads of its own, and both would spin on the same cores.
-    return [*FLAGS, f"-D_GLIBCXX_USE_CXX11_ABI={abi}", *(f"-isystem{path}" for path in includes),
-            f"-L{cpp_extension.TORCH_LIB_PATH}"]  # fmt: skip
+    return [*FLAGS, f"-D_GLIBCXX_USE_CXX11_ABI={abi}", *(f"-isystem{path}" for path in includes)]
 
 
 def _compile(compiler: str, path: Path) -> None:
-    console.say("attention: compiling the kernel for this CPU, once")
-    descriptor, name = tempfile.mkstemp(suffix=".so", dir=path.parent)
-    os.close(descriptor)
-    partial = Path(name)
-    try:
-        command = [compiler, *_arguments(), str(SOURCES / "attention.cpp"), "-o", name,
-                   "-ltorch", "-ltorch_cpu", "-lc10"]  # fmt: skip
-        subprocess.run(command, capture_output=True, text=True, check=True, timeout=COMPILE_SECONDS)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        compiled, partial = f"{folder}/attention.o", f"{folder}/{path.name}"
+        source = str(SOURCES / "attention.cpp")
+        # Linked in a step of its own, without OpenMP: its functions are those of the copy that
+        # torch has loaded. A second one would bring threads that spin on the same cores.
+        steps = [
+            [compiler, *_arguments(), "-c", source, "-o", compiled],
+            [compiler, "-shared", compiled, f"-L{cpp_extension.TORCH_LIB_PATH}", "-ltorch",
+             "-ltorch_cpu", "-lc10", "-o", partial],
+        ]  # fmt: skip
+        for step in steps:
+            subprocess.run(
+                step, capture_output=True, text=True, check=True, timeout=COMPILE_SECONDS
+            )
+        Path(partial).replace(path)
