@@ -13,6 +13,7 @@ import click
 
 from alibi_lm import __version__
 from alibi_lm.commands.arguments import OVERRIDES, RUN
+from alibi_lm.commands.bench_long import long_inputs
 from alibi_lm.commands.bench_parts import load, loss, start, tokenize
 from alibi_lm.commands.bench_train import train as bench_train
 from alibi_lm.commands.evals import compare, eval_group, report
@@ -252,63 +253,5 @@ def bench() -> None:
     """Measure speeds: ratios taken in one run on this machine."""
 
 
-for _part in (tokenize, load, loss, start, bench_train):
+for _part in (bench_train, long_inputs, tokenize, load, loss, start):
     bench.add_command(_part)
-
-
-@bench.command("long")
-@RUN
-@click.option("--corpus", help="Prefix of token files; by default the run's first corpus.")
-@click.option(
-    "--length",
-    "lengths",
-    type=click.IntRange(4096),
-    multiple=True,
-    default=(32768, 131072),
-    show_default=True,
-    help="Length to score; give it several times.",
-)
-@click.option(
-    "--dense-length",
-    type=click.IntRange(0),
-    default=131072,
-    show_default=True,
-    help="Length to score densely too; 0 leaves it out.",
-)
-@click.option(
-    "--position",
-    "positions",
-    type=click.IntRange(4096),
-    multiple=True,
-    default=(20000, 100000),
-    show_default=True,
-    help="Position at which to time decoding; give it several times.",
-)
-@click.option("--precision", type=click.Choice(["fp32", "bf16"]), default="bf16", show_default=True)
-@click.option("--repeats", type=click.IntRange(1), default=3, show_default=True)
-@click.option(
-    "--epsilon",
-    type=click.FloatRange(0, 1, min_open=True, max_open=True),
-    default=1e-6,
-    show_default=True,
-    help="What each head may leave out of a row.",
-)
-def long_inputs(
-    run: Path,
-    corpus: str | None,
-    lengths: Sequence[int],
-    dense_length: int,
-    positions: Sequence[int],
-    precision: str,
-    repeats: int,
-    epsilon: float,
-) -> None:
-    """Score and decode long inputs with RUN's model, by horizons and densely."""
-    from alibi_lm.checkpoint.step import open_run
-    from alibi_lm.evals.benchmark_long import LongBenchmark, benchmark_long
-
-    step = open_run(run)
-    settings = LongBenchmark(
-        sorted(lengths), dense_length or None, 16384, sorted(positions), epsilon, precision, repeats
-    )
-    benchmark_long(step, corpus or step.config.data.corpora[0].prefix, settings)

@@ -252,3 +252,24 @@ def horizon_figure(result: Mapping[str, Any]) -> Figure:
     axes.legend(frameon=False, fontsize=10, labelcolor=INK)
     title(axes, f"How far heads read, but for {result['epsilon']:g} of their probability")
     return figure
+
+
+def curve_figure(result: Mapping[str, Any]) -> Figure:
+    """Perplexity of the same tokens against the length of the input, the training length marked."""
+    figure, axes = axes_of(9, 4.2)
+    lengths = [row["length"] for row in result["curve"]]
+    values = [row["perplexity"] for row in result["curve"]]
+    axes.plot(lengths, values, color=BLUE, marker="o", markersize=6, linewidth=2)
+    for length, value in zip(lengths, values, strict=True):
+        axes.annotate(f"{value:.2f}", (length, value), textcoords="offset points", xytext=(0, 9),
+                      ha="center", fontsize=10, color=INK)  # fmt: skip
+    axes.axvline(result["training_length"], color=TRAINING, linestyle="--", linewidth=1.3,
+                 label="training length")  # fmt: skip
+    axes.set_xscale("log", base=2)
+    mark_lengths(axes, lengths)
+    axes.margins(x=0.06, y=0.18)
+    axes.set_xlabel("input length (tokens, log scale)", color=INK)
+    axes.set_ylabel("perplexity", color=INK)
+    axes.legend(frameon=False, fontsize=10, labelcolor=INK)
+    title(axes, "Perplexity of the same tokens by input length, by horizons")
+    return figure

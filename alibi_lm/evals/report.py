@@ -86,6 +86,10 @@ def write_report(subject: Subject) -> Path:
         pictures["generalisation"] = _picture(subject, "generalisation", figure)
     if horizon is not None:
         pictures["horizon"] = _picture(subject, "horizon", plots.horizon_figure(horizon))
+    long_inputs = results.stored(subject, "bench_long")
+    if long_inputs is not None and long_inputs.get("curve"):
+        figure = plots.curve_figure(long_inputs)
+        pictures["long_inputs"] = _picture(subject, "long_inputs", figure)
     page = pages.render(
         "alibi_lm.evals",
         REPORT,
@@ -100,6 +104,7 @@ def write_report(subject: Subject) -> Path:
         effective=effective_words(retrieval["table"]) if retrieval and retrieval["table"] else "",
         horizon=_with_tone(horizon),
         problems=_with_tone(problems),
+        long_inputs=long_inputs if "long_inputs" in pictures else None,
         slopes=slope_rows(subject),
         export=export_rows(subject),
         meaning=meaning(subject, perplexity, needle, retrieval),

@@ -54,7 +54,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "plan": ("config", "parallel", "model", "data", "train"),
     "doctor": ("config", "model", "train"),
     "text": ("config", "model", "data", "checkpoint"),
-    "bench": ("config", "model", "data", "train"),
+    "bench": ("config", "model", "data", "checkpoint", "evals", "train"),
     "commands": (*WHOLE_RUNS, "text", "bench"),
     "cli": (*WHOLE_RUNS, "commands", "config", "plan", "claims", "doctor"),
     "__main__": ("cli",),

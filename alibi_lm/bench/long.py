@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from alibi_lm.bench.curve import dense_seconds, perplexity_curve
+from alibi_lm.bench.long_table import benchmark_lines
+from alibi_lm.bench.turns import in_turns, paired_ratio
 from alibi_lm.console import console
 from alibi_lm.data.indexed import TokenFile
 from alibi_lm.errors import ConfigError, DataError, Problem
 from alibi_lm.evals.scorer import DTYPES
+from alibi_lm.evals.subject import NativeSubject
 from alibi_lm.files import write_json
 from alibi_lm.memory import peak_resident_bytes
 from alibi_lm.model.decoder import Decoder
@@ -29,8 +33,6 @@ if TYPE_CHECKING:
 RESULT = "bench_long.json"
 TOKENS_A_TURN = 16
 TURNS = 16
-LONG_TURN = 100.0
-"""Seconds of a length's first turn above which it has no other."""
 
 
 @dataclass
@@ -39,8 +41,8 @@ class LongBenchmark:
 
     lengths: Sequence[int] = (32768, 131072)
     """Lengths scored by horizons, ascending."""
-    dense_length: int | None = 131072
-    """Length scored by the dense path too, once; None leaves it out."""
+    dense_lengths: Sequence[int] = (4096, 8192, 16384, 131072)
+    """Lengths scored by the dense path too, ascending; none leaves it out."""
     same_length: int = 16384
     """Length at which both perplexities are compared, in fp32."""
     positions: Sequence[int] = (20000, 100000)
@@ -49,8 +51,12 @@ class LongBenchmark:
     """What each head and row may leave out."""
     precision: str = "bf16"
     """Arithmetic of what is timed."""
-    repeats: int = 3
+    repeats: int = 7
     """Turns; medians are taken over them."""
+    curve: Sequence[int] = ()
+    """Lengths whose perplexity is wanted, ascending; none leaves it out."""
+    curve_targets: int = 131072
+    """Tokens that are scored at each of them: the last ones of the longest."""
 
 
 def benchmark_long(step: Step, corpus: str, settings: LongBenchmark) -> dict[str, Any]:
@@ -71,8 +77,14 @@ def benchmark_long(step: Step, corpus: str, settings: LongBenchmark) -> dict[str
         raise ConfigError(
             Problem("model", step.config.model.position, reason, "train an ALiBi run")
         )
-    text = _text(corpus, max(*settings.lengths, settings.same_length, *settings.positions))
+    wanted = (*settings.lengths, settings.same_length, *settings.positions, *settings.curve,
+              *settings.dense_lengths)  # fmt: skip
+    text = _text(corpus, max(wanted))
+    subject = NativeSubject(step)
     result: dict[str, Any] = {
+        "eval": "bench_long",
+        "inputs": {"step": subject.digest, **asdict(settings)},
+        "training_length": step.config.train.sequence_length,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "epsilon": settings.epsilon,
@@ -85,10 +97,10 @@ def benchmark_long(step: Step, corpus: str, settings: LongBenchmark) -> dict[str
     path = step.evals_folder / RESULT
     parts: list[Callable[[], dict[str, Any]]] = [
         lambda: {"same": _same(step.decoder(), text[: settings.same_length + 1], settings.epsilon)},
-        lambda: {"scoring": _scoring(decoder, text, settings)},
+        lambda: _scoring(decoder, text, settings),
         lambda: {"decoding": _decoding(decoder, text, settings)} if settings.positions else {},
-        lambda: {"dense": _dense(decoder, text, settings)} if settings.dense_length else {},
-    ]
+        lambda: _curve(decoder, text, settings, result["dense"]) if settings.curve else {},
+    ]  # fmt: skip
     for part in parts:
         result |= part()
         write_json(path, result)
@@ -119,47 +131,78 @@ def _same(decoder: Decoder, text: Tensor, epsilon: float) -> dict[str, Any]:
     }
 
 
-def _scoring(decoder: Decoder, text: Tensor, settings: LongBenchmark) -> list[dict[str, Any]]:
-    """Seconds, peak memory and loss of each length, the lengths in turns."""
+def _scoring(decoder: Decoder, text: Tensor, settings: LongBenchmark) -> dict[str, Any]:
+    """Seconds, peak memory and perplexity of each length, by horizons and densely, in turns."""
     long_losses(decoder, text[: DENSE_UP_TO * 2], text[1 : DENSE_UP_TO * 2 + 1], settings.epsilon)
-    rows: list[dict[str, Any]] = [
-        {"length": n, "seconds": [], "cpu_seconds": []} for n in settings.lengths
-    ]
-    for turn in range(settings.repeats):
-        for row in rows:
-            if turn and row["seconds"][0] > LONG_TURN:
-                continue
-            length, report = row["length"], LongReport()
-            start, cpu = time.perf_counter(), time.process_time()
-            losses = long_losses(
-                decoder, text[:length], text[1 : length + 1], settings.epsilon, report
-            )
-            row["seconds"].append(round(time.perf_counter() - start, 3))
-            row["cpu_seconds"].append(round(time.process_time() - cpu, 3))
-            if turn == 0:
-                row["peak_kib"] = peak_resident_bytes() // 1024
-                row["perplexity"] = float(losses.double().mean().exp())
-                row["kept_tokens"], row["made_again"] = report.kept, report.made_again
-                console.say(f"  {length:,} tokens: {row['seconds'][0]} s")
-    for row in rows:
-        row["microseconds_a_token"] = 1e6 * median(row["seconds"]) / row["length"]
-        row["cpu_microseconds_a_token"] = 1e6 * median(row["cpu_seconds"]) / row["length"]
-    return rows
-
-
-def _dense(decoder: Decoder, text: Tensor, settings: LongBenchmark) -> dict[str, Any]:
-    length = settings.dense_length
-    start, cpu = time.perf_counter(), time.process_time()
-    with torch.inference_mode():
-        losses = decoder.losses(text[None, :length], text[None, 1 : (length or 0) + 1])
-    seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+    ours = [_Scored(decoder, text[: n + 1], settings.epsilon) for n in settings.lengths]
+    dense = [_Scored(decoder, text[: n + 1], 0.0) for n in settings.dense_lengths]
+    # In the first turn lengths ascend, so that the peak of each is its own.
+    ways = {f"{kind} {each.length}": each.score
+            for kind, some in (("ours", ours), ("dense", dense)) for each in some}  # fmt: skip
+    in_turns(ways, settings.repeats, warm_ups=0)
+    shortest = ours[0].a_token()
     return {
-        "length": length,
-        "cpu_microseconds_a_token": 1e6 * cpu / losses.numel(),
-        "seconds": round(seconds, 3),
-        "microseconds_a_token": 1e6 * seconds / losses.numel(),
-        "perplexity": float(losses.double().mean().exp()),
-    }
+        "scoring": [each.row(shortest) for each in ours],
+        "dense": [each.row(ours[-1].a_token() if each.length not in settings.lengths else
+                           ours[list(settings.lengths).index(each.length)].a_token())
+                  for each in dense],
+    }  # fmt: skip
+
+
+def _curve(
+    decoder: Decoder, text: Tensor, settings: LongBenchmark, dense: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
+    rows = perplexity_curve(decoder, text, settings.curve, settings.curve_targets, settings.epsilon)
+    if len(dense) < 2:
+        return {"curve": rows, "curve_dense_seconds": None}
+    return {"curve": rows, "curve_dense_seconds": dense_seconds(dense, settings.curve[-1])}
+
+
+class _Scored:
+    """A length, and what scoring it took each time."""
+
+    def __init__(self, decoder: Decoder, text: Tensor, epsilon: float) -> None:
+        self.decoder, self.text, self.epsilon = decoder, text, epsilon
+        self.length = len(text) - 1
+        self.seconds: list[float] = []
+        self.cpu_seconds: list[float] = []
+        self.first: dict[str, Any] = {}
+
+    def score(self) -> float:
+        """Score once; seconds."""
+        report = LongReport()
+        start, cpu = time.perf_counter(), time.process_time()
+        if self.epsilon:
+            losses = long_losses(self.decoder, self.text[:-1], self.text[1:], self.epsilon, report)
+        else:
+            with torch.inference_mode():
+                losses = self.decoder.losses(self.text[None, :-1], self.text[None, 1:])
+        self.seconds.append(round(time.perf_counter() - start, 4))
+        self.cpu_seconds.append(round(time.process_time() - cpu, 4))
+        if not self.first:
+            self.first = {
+                "peak_kib": peak_resident_bytes() // 1024,
+                "perplexity": float(losses.double().mean().exp()),
+                "kept_tokens": report.kept,
+                "made_again": report.made_again,
+            }
+            console.say(f"  {self.length:,} tokens, epsilon {self.epsilon:g}: {self.seconds[0]} s")
+        return self.seconds[-1]
+
+    def a_token(self) -> list[float]:
+        """Seconds a token of each turn."""
+        return [value / self.length for value in self.seconds]
+
+    def row(self, base: Sequence[float]) -> dict[str, Any]:
+        """What was measured, and the time a token as a ratio to another's in the same turns."""
+        return self.first | {
+            "length": self.length,
+            "seconds": self.seconds,
+            "cpu_seconds": self.cpu_seconds,
+            "microseconds_a_token": 1e6 * median(self.a_token()),
+            "cpu_microseconds_a_token": 1e6 * median(self.cpu_seconds) / self.length,
+            "ratio": paired_ratio(self.a_token(), base).as_dict(),
+        }
 
 
 def _decoding(decoder: Decoder, text: Tensor, settings: LongBenchmark) -> dict[str, Any]:
@@ -183,6 +226,7 @@ def _decoding(decoder: Decoder, text: Tensor, settings: LongBenchmark) -> dict[s
     return {
         "positions": list(settings.positions),
         "milliseconds_a_token": [1e3 * median(times) for times in seconds],
+        "ratio": paired_ratio(seconds[-1], seconds[0]).as_dict(),
         "turns": [[round(1e3 * value, 3) for value in times] for times in seconds],
         "ring_bytes": last.hot_bytes,
         "cold_bytes": last.cold_bytes,
@@ -198,60 +242,3 @@ def _decode(decoder: Decoder, text: Tensor, cache: RingCache) -> float:
         place = cache.length % (len(text) - 1)
         prefill(decoder, text[None, place : place + 1], cache)
     return time.perf_counter() - start
-
-
-def benchmark_lines(result: dict[str, Any]) -> list[str]:
-    """The result for the terminal."""
-    rows = result["scoring"]
-    lines = [
-        f"{result['precision']}, {result['threads']} threads, epsilon {result['epsilon']:g}; "
-        f"medians of up to {result['repeats']} turns",
-        f"{'tokens':>10}  {'us a token':>10}  {'to first':>8}  {'cpu us':>8}  {'to first':>8}  "
-        f"{'peak MiB':>9}  perplexity",
-    ]
-    for row in rows:
-        ratio, cpu_ratio = (
-            row[key] / rows[0][key] for key in ("microseconds_a_token", "cpu_microseconds_a_token")
-        )
-        lines.append(
-            f"{row['length']:>10,}  {row['microseconds_a_token']:>10.1f}  {ratio:>8.3f}  "
-            f"{row['cpu_microseconds_a_token']:>8.1f}  {cpu_ratio:>8.3f}  "
-            f"{row['peak_kib'] / 1024:>9.0f}  {row['perplexity']:.4f}"
-        )
-    for before, after in zip(rows, rows[1:], strict=False):
-        more = 1024 * (after["peak_kib"] - before["peak_kib"])
-        share = more / (after["length"] - before["length"]) / result["hidden_size"]
-        lines.append(
-            f"memory from {before['length']:,} to {after['length']:,}: "
-            f"{share:.2f} x hidden size bytes a token"
-        )
-    same = result["same"]
-    lines.append(
-        f"perplexity at {same['length']:,} in fp32: {same['perplexity']:.4f}, relative difference "
-        f"to dense {same['relative_difference']:.1e}"
-    )
-    if "dense" in result:
-        dense = result["dense"]
-        ours = next((row for row in rows if row["length"] == dense["length"]), rows[-1])
-        ratio, cpu_ratio = (
-            dense[key] / ours[key] for key in ("microseconds_a_token", "cpu_microseconds_a_token")
-        )
-        lines.append(
-            f"dense at {dense['length']:,}: {dense['microseconds_a_token']:.1f} us a token, "
-            f"{ratio:.1f} times ours at {ours['length']:,} (cpu time: {cpu_ratio:.1f})"
-        )
-    if "decoding" in result:
-        found = result["decoding"]
-        times = found["milliseconds_a_token"]
-        words = ", ".join(
-            f"{value:.2f} ms at {position:,}"
-            for position, value in zip(found["positions"], times, strict=True)
-        )
-        lines.append(f"decoding a token: {words}: {times[-1] / times[0]:.3f} times")
-        lines.append(
-            f"rings {found['ring_bytes'] / 2**20:.1f} MiB, a dense cache of 131,072 tokens "
-            f"{found['dense_bytes_at_131072'] / 2**20:.1f} MiB: "
-            f"{found['dense_bytes_at_131072'] / found['ring_bytes']:.1f} times; "
-            f"{max(found['cold_share']):.2%} of queries read older keys"
-        )
-    return lines
