@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from alibi_lm.bench.loss import LossBenchmark, benchmark_loss
+from alibi_lm.cli import main
 
 
 def test_everything_is_measured_and_stored(
@@ -24,6 +26,17 @@ def test_everything_is_measured_and_stored(
     assert result["bytes"]["plain"][0] > 2 * 4 * 5000 * 1024
     table = capsys.readouterr().out.splitlines()
     assert [line.split("|")[1].strip() for line in table[3:]] == ["plain", "ours", "torch"]
+
+
+def test_the_command_measures_what_it_is_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "loss.json"
+    sizes = ["--vocab-size", "500", "--hidden-size", "16", "--num-tokens", "64"]
+    options = [*sizes, "--precision", "bf16", "--repeats", "1", "--json", str(path)]
+    done = CliRunner().invoke(main, ["bench", "loss", *options])
+    assert done.exit_code == 0, done.output
+    found = json.loads(path.read_text())
+    asked = {"vocab_size": 500, "hidden_size": 16, "num_tokens": 64, "precision": "bf16"}
+    assert asked.items() <= found.items()
 
 
 @pytest.mark.slow
