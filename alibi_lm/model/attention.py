@@ -15,6 +15,7 @@ from torch import Tensor
 
 from alibi_lm.model.exact import exact_attention
 from alibi_lm.model.flash import flash_attention
+from alibi_lm.native.attention import native_attention, why_not
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,10 @@ class Kernel:
     """Whether it applies a bias by distance, with its gradient."""
     value_width: bool = False
     """Whether the heads of v may have another width than those of q and k."""
+    why_not: Callable[[Tensor, Tensor, Tensor], str | None] | None = None
+    """What else keeps it from q, k and v that pass all the above."""
 
-    def lacks(self, q: Tensor, v: Tensor, request: Request) -> str | None:
+    def lacks(self, q: Tensor, k: Tensor, v: Tensor, request: Request) -> str | None:
         """Why this kernel cannot serve the request, or None where it can."""
         if self.devices is not None and q.device.type not in self.devices:
             return f"device {q.device.type}"
@@ -63,12 +66,17 @@ class Kernel:
             return "a bias by distance"
         if v.shape[-1] != q.shape[-1] and not self.value_width:
             return "a width of v other than that of q and k"
-        return None
+        return None if self.why_not is None else self.why_not(q, k, v)
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Tensor:
     assert not isinstance(request.slopes, Tensor)
     return flash_attention(q, k, v, request.slopes)
+
+
+def _native(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Tensor:
+    assert not isinstance(request.slopes, Tensor)
+    return native_attention(q, k, v, request.slopes, request.window)
 
 
 def _exact(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Tensor:
@@ -77,9 +85,12 @@ def _exact(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Tensor:
 
 _HALF = frozenset({torch.bfloat16, torch.float16})
 
-# In order of preference. The exact path is the only one on a GPU so far, and has not yet been run
+# In order of preference; "native_cpu" is compiled where it is first used. The exact path is the
+# only one on a GPU so far, and has not yet been run
 # on one.
 KERNELS: dict[str, Kernel] = {
+    "native_cpu": Kernel(_native, frozenset({"cpu"}), frozenset({torch.bfloat16}), window=True,
+                         why_not=why_not),
     "flash_cpu": Kernel(_flash, frozenset({"cpu"}), _HALF | {torch.float32}),
     "exact": Kernel(_exact, None, _HALF | {torch.float32, torch.float64}, slope_gradient=True,
                     window=True, bias=True, value_width=True),
@@ -124,8 +135,8 @@ def attention(
         slopes = tuple(slopes.tolist())
     request = Request(slopes, window, bias)
     if kernel is None:
-        kernel = next(name for name in KERNELS if not KERNELS[name].lacks(q, v, request))
-    lacking = KERNELS[kernel].lacks(q, v, request)
+        kernel = next(name for name in KERNELS if not KERNELS[name].lacks(q, k, v, request))
+    lacking = KERNELS[kernel].lacks(q, k, v, request)
     if lacking:
         raise ValueError(f"attention kernel {kernel} cannot do {lacking}")
     if q.numel() == 0:

@@ -9,12 +9,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from alibi_lm.native.build import unavailable
+from alibi_lm.native.linear import weight_gradient
+
 IGNORED = -100
 """A target of this value has loss 0 and no gradient."""
 
 # Logits of one product, in the dtype of the model: more rows than this are done in portions,
 # and their logits are made again in the backward pass. Fewer rows than 512 make slow products.
-LOGITS_AT_ONCE = 1 << 24
+LOGITS_AT_ONCE = 1 << 27
 ROWS_AT_ONCE = 512
 # fp32 values of one softmax: 4 MiB stay in a core's cache over its passes.
 SOFTMAX_AT_ONCE = 1 << 20
@@ -45,15 +48,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         rows = max(ROWS_AT_ONCE, LOGITS_AT_ONCE // weight.shape[0])
         losses = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
-        logits = None
+        ctx.native = hidden.device.type == "cpu" and hidden.dtype == torch.bfloat16
+        ctx.native = ctx.native and unavailable() is None
+        logits, logsumexps = None, []
         for part, labels, out in zip(
             hidden.split(rows), targets.split(rows), losses.split(rows), strict=True
         ):
             logits = F.linear(part, weight)
-            _losses(logits, labels, out)
+            if ctx.native:
+                logsumexps.append(torch.ops.alibi_lm.loss_forward(logits, labels, out))
+            else:
+                _losses(logits, labels, out)
         ctx.rows = rows
-        kept = [logits] if logits is not None and len(hidden) <= rows else []
-        ctx.save_for_backward(hidden, weight, targets, *kept)
+        ctx.kept = logits is not None and len(hidden) <= rows
+        kept = [logits] if ctx.kept else []
+        ctx.save_for_backward(hidden, weight, targets, *kept, *logsumexps)
         return losses
 
     @staticmethod
@@ -64,20 +73,23 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        hidden, weight, targets, *kept = ctx.saved_tensors
+        hidden, weight, targets, *saved = ctx.saved_tensors
+        kept = saved.pop(0) if ctx.kept else None
         d_hidden = torch.empty_like(hidden)
         d_weight: Tensor | None = None
-        for part, labels, scale, out in zip(
-            *(x.split(ctx.rows) for x in (hidden, targets, grad, d_hidden)), strict=True
-        ):
-            logits = kept[0] if kept else F.linear(part, weight)
+        parts = (x.split(ctx.rows) for x in (hidden, targets, grad.contiguous(), d_hidden))
+        for index, (part, labels, scale, out) in enumerate(zip(*parts, strict=True)):
+            logits = F.linear(part, weight) if kept is None else kept
             # Logits that were made again are nobody else's: their gradient takes their place.
-            d_logits = torch.empty_like(logits) if kept else logits
-            _logit_gradients(logits, labels, scale, d_logits)
+            d_logits = logits if kept is None else torch.empty_like(logits)
+            if ctx.native:
+                torch.ops.alibi_lm.loss_backward(logits, labels, saved[index], scale, d_logits)
+            else:
+                _logit_gradients(logits, labels, scale, d_logits)
             torch.mm(d_logits, weight, out=out)
             if ctx.needs_input_grad[1]:
-                if kept:
-                    d_weight = d_logits.T @ part
+                if kept is not None:
+                    d_weight = weight_gradient(d_logits, part)
                 else:
                     if d_weight is None:
                         d_weight = torch.zeros_like(weight, dtype=torch.float32)
@@ -98,7 +110,7 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         return
     rows = max(1, PRODUCT_AT_ONCE // max(1, total.shape[1]))
     for part, columns in zip(total.split(rows), left.split(rows, dim=1), strict=True):
-        part += columns.T @ right
+        part += weight_gradient(columns, right)
 
 
 def _losses(logits: Tensor, targets: Tensor, out: Tensor) -> None:

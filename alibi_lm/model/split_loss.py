@@ -10,14 +10,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from alibi_lm.model.loss import (
-    IGNORED,
-    LOGITS_AT_ONCE,
-    ROWS_AT_ONCE,
-    add_product,
-    linear_cross_entropy,
-)
+from alibi_lm.model.loss import IGNORED, ROWS_AT_ONCE, add_product, linear_cross_entropy
 from alibi_lm.parallel.mesh import Axis
+
+SPLIT_LOGITS_AT_ONCE = 1 << 24
+"""Logits of one product of a rank: its fp32 values are held as a whole."""
 
 
 def output_losses(
@@ -66,7 +63,7 @@ class _Split(torch.autograd.Function):
     ) -> Tensor:
         share = weight.shape[0]
         ctx.tp = tp
-        ctx.rows = max(ROWS_AT_ONCE, LOGITS_AT_ONCE // share)
+        ctx.rows = max(ROWS_AT_ONCE, SPLIT_LOGITS_AT_ONCE // share)
         ctx.real = min(share, max(0, vocab_size - tp.rank * share))
         local = _local(targets, tp, share)
         # Highest logit, sum of exponentials relative to it, and the target's logit.

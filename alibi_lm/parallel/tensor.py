@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from alibi_lm.native.linear import linear
 from alibi_lm.parallel.mesh import Axis
 from alibi_lm.parallel.shard import Interval, Shard, mark
 
@@ -168,14 +169,14 @@ class ColumnLinear(Linear):
     def forward(self, values: Tensor) -> Tensor:
         """[..., in_features], the same on every rank, to [..., the rank's outputs]."""
         values = spread(values, self.tp)
-        out = F.linear(values, self.weight, self.bias)
+        out = linear(values, self.weight, self.bias)
         if self.copies == 1:
             return out
         weight = _SumOfCopies.apply(self.copied_weight, self.tp, self.copies)
         bias = None
         if self.bias is not None:
             bias = _SumOfCopies.apply(self.copied_bias, self.tp, self.copies)
-        return torch.cat([out, F.linear(values, weight, bias)], dim=-1)
+        return torch.cat([out, linear(values, weight, bias)], dim=-1)
 
 
 class RowLinear(Linear):
@@ -191,8 +192,8 @@ class RowLinear(Linear):
     def forward(self, values: Tensor) -> Tensor:
         """[..., the rank's inputs] to [..., out_features], the same on every rank."""
         if self.tp.size == 1:
-            return F.linear(values, self.weight, self.bias)
-        out = cast(Tensor, _Sum.apply(F.linear(values, self.weight), self.tp))
+            return linear(values, self.weight, self.bias)
+        out = cast(Tensor, _Sum.apply(linear(values, self.weight), self.tp))
         return out if self.bias is None else out + self.bias
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from alibi_lm.model.layers import vocab_size
 from alibi_lm.model.loss import LOGITS_AT_ONCE, ROWS_AT_ONCE, SOFTMAX_AT_ONCE
+from alibi_lm.model.split_loss import SPLIT_LOGITS_AT_ONCE
 from alibi_lm.plan.gathers import Gathers, gathers
 from alibi_lm.plan.parameters import HeldParameter
 from alibi_lm.plan.setting import Setting
@@ -240,7 +241,8 @@ def loss_bytes(setting: Setting) -> int:
     """
     tp, width, hidden = setting.layout.tp, setting.width, setting.config.model.hidden_size
     share = -(-vocab_size(setting.config.model) // tp)
-    rows = min(setting.tokens, max(ROWS_AT_ONCE, LOGITS_AT_ONCE // share))
+    at_once = SPLIT_LOGITS_AT_ONCE if tp > 1 else LOGITS_AT_ONCE
+    rows = min(setting.tokens, max(ROWS_AT_ONCE, at_once // share))
     softmax = rows * share if tp > 1 else min(rows * share, max(SOFTMAX_AT_ONCE, share))
     portions = math.ceil(setting.tokens / rows)
     matrix = share * hidden

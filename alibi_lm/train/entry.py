@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from alibi_lm.console import console
 from alibi_lm.errors import EXIT_INTERRUPTED, EXIT_STOPPED, UserError, path_error
+from alibi_lm.memory import keep_freed_memory
 from alibi_lm.train.environment import launcher_environment
 
 
@@ -43,6 +44,7 @@ def main(arguments: Sequence[str]) -> int:
     console.muted = int(os.environ["RANK"]) != 0
     quiet_libraries()
     share_cores()
+    keep_freed_memory()
 
     # Imported here: DeepSpeed picks its accelerator and log level from the environment.
     from alibi_lm.train.pretrain import pretrain

@@ -33,7 +33,7 @@ TESTS = sorted((REPOSITORY / "tests").rglob("*.py"))
 READMES = sorted([REPOSITORY / "README.md", *REPOSITORY.glob("*/README.md")])
 CONFIGS = sorted((REPOSITORY / "configs").rglob("*.yaml"))
 
-BASE = ("errors", "console", "files", "settings", "locking", "memory")
+BASE = ("errors", "console", "files", "settings", "locking", "memory", "native")
 """What everything may import, and what imports nothing above itself."""
 
 WHOLE_RUNS = ("parallel", "model", "data", "checkpoint", "hf", "evals", "train")
@@ -71,6 +71,7 @@ MAY_IMPORT_OF_BASE: dict[str, tuple[str, ...]] = {
     "settings": ("errors",),
     "locking": ("errors", "console"),
     "memory": (),
+    "native": ("console", "native"),
 }
 SECTIONS = re.compile(r"^(claims|data|evals|model|parallel|tasks|train)\.config$")
 """The packages' own config sections: below everything, they know of mistakes only."""
@@ -227,7 +228,7 @@ def may_import(importer: str, imported: str) -> bool:
         return imported in ("errors", "tasks.config")
     part = part_of(importer)
     if part in MAY_IMPORT_OF_BASE:
-        return imported in MAY_IMPORT_OF_BASE[part]
+        return part_of(imported) in MAY_IMPORT_OF_BASE[part]
     allowed = (part, *BASE, *MAY_IMPORT[part], ABOVE_ITS_PART.get(importer, part))
     return imported in allowed or part_of(imported) in allowed
 
