@@ -14,6 +14,7 @@ import click
 from alibi_lm import __version__
 from alibi_lm.commands.arguments import OVERRIDES, RUN
 from alibi_lm.commands.bench_parts import load, loss, start, tokenize
+from alibi_lm.commands.bench_train import train as bench_train
 from alibi_lm.commands.evals import compare, eval_group, report
 from alibi_lm.commands.exchange import export, import_command
 from alibi_lm.commands.generate import generate
@@ -251,7 +252,7 @@ def bench() -> None:
     """Measure speeds: ratios taken in one run on this machine."""
 
 
-for _part in (tokenize, load, loss, start):
+for _part in (tokenize, load, loss, start, bench_train):
     bench.add_command(_part)
 
 

@@ -76,7 +76,7 @@ MAY_IMPORT_OF_BASE: dict[str, tuple[str, ...]] = {
 SECTIONS = re.compile(r"^(claims|data|evals|model|parallel|tasks|train)\.config$")
 """The packages' own config sections: below everything, they know of mistakes only."""
 
-ENVIRONMENT_READERS = {"train.entry", "cli", "commands.ranks"}
+ENVIRONMENT_READERS = {"train.entry", "cli", "commands.ranks", "bench.stepping"}
 PRINTERS = {"console"}
 PIPELINE_USERS = {"parallel.pipeline"}
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_SCRIPT_LINES = 400, 80, 40

@@ -1,0 +1,154 @@
+"""A model that trains in a process of its own, one step whenever it is asked to.
+
+So each model's memory is its own, and steps of several models can take turns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from alibi_lm.bench.machine import profile_step
+from alibi_lm.bench.peers import SIZES, Shape, make
+from alibi_lm.config import Config
+from alibi_lm.memory import keep_freed_memory, peak_resident_bytes, resident_bytes
+from alibi_lm.settings import build
+from alibi_lm.train.entry import quiet_libraries
+
+
+@dataclass(frozen=True)
+class Job:
+    """One model and its steps."""
+
+    name: str
+    shape: Shape
+    num_tokens: int
+    """Tokens of a step: as many sequences as fit, and one micro-batch."""
+    num_threads: int
+
+
+class Trainee:
+    """A process that trains a model; `step` gives the seconds of one step."""
+
+    def __init__(self, job: Job) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, other = context.Pipe()
+        self._process = context.Process(target=_serve, args=(other, job), daemon=True)
+        self._process.start()
+        other.close()
+        self.name = job.name
+
+    def step(self) -> float:
+        """Seconds of a forward pass, backward pass and update."""
+        return float(self._ask("step"))
+
+    def memory(self) -> int:
+        """Bytes by which the process's peak is above what it held with the model ready."""
+        return int(self._ask("memory"))
+
+    def profile(self) -> dict[str, float]:
+        """Seconds of processor time of one step by what they went to."""
+        return dict(self._ask("profile"))
+
+    def close(self) -> None:
+        """End the process."""
+        self._pipe.close()
+        self._process.join()
+
+    def _ask(self, what: str) -> Any:
+        self._pipe.send(what)
+        try:
+            return self._pipe.recv()
+        except (EOFError, ConnectionResetError):
+            self._process.join()
+            message = f"the process that trains {self.name} ended with {self._process.exitcode}"
+            raise RuntimeError(message) from None
+
+
+@contextlib.contextmanager
+def trainees(jobs: list[Job]) -> Iterator[list[Trainee]]:
+    """The jobs' processes, ended at the end."""
+    started = [Trainee(job) for job in jobs]
+    try:
+        yield started
+    finally:
+        for each in started:
+            each.close()
+
+
+def _serve(pipe: Connection, job: Job) -> None:
+    quiet_libraries()
+    # What a launcher would set; the benchmark is one of the CPU path.
+    os.environ |= {"LOCAL_RANK": "0", "DS_ACCELERATOR": "cpu"}
+    torch.set_num_threads(job.num_threads)
+    keep_freed_memory()
+    # Imported here: DeepSpeed picks its log level from the environment.
+    import deepspeed
+
+    from alibi_lm.train.distributed import avoid_shared_memory
+
+    avoid_shared_memory()
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=0, world_size=1)
+        deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+        step = _engine_step(job)
+        before = resident_bytes()
+        answers: dict[str, Callable[[], Any]] = {
+            "step": lambda: _seconds(step),
+            "memory": lambda: peak_resident_bytes() - before,
+            "profile": lambda: profile_step(step),
+        }
+        with contextlib.suppress(EOFError):
+            while True:
+                pipe.send(answers[pipe.recv()]())
+        dist.destroy_process_group()
+
+
+def _seconds(step: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    step()
+    return time.perf_counter() - start
+
+
+def _engine_step(job: Job) -> Callable[[], None]:
+    """A training step of the job's model under DeepSpeed, as a run of this project does it."""
+    import deepspeed
+
+    from alibi_lm.train.deepspeed_config import deepspeed_block, deepspeed_config
+    from alibi_lm.train.engine import parameter_groups
+
+    sequences = job.num_tokens // job.shape.sequence_length
+    config = build(Config, {
+        "run": {"dir": "unused"},
+        "model": SIZES[job.shape.size],
+        "data": {"corpora": [{"prefix": "unused"}]},
+        "train": {"sequence_length": job.shape.sequence_length, "micro_batch_size": sequences, "global_batch_size": sequences,
+                  "precision": "bf16", "num_steps": 1},
+    })  # fmt: skip
+    model = make(job.name, job.shape)
+    with contextlib.redirect_stdout(io.StringIO()):
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            model_parameters=parameter_groups(model, config.train.weight_decay),
+            config=deepspeed_config(config, deepspeed_block(config), 1),
+        )
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(SIZES[job.shape.size]["vocab_size"],
+                           (sequences, job.shape.sequence_length + 1), generator=generator)  # fmt: skip
+
+    def step() -> None:
+        engine.backward(engine(tokens))
+        engine.step()
+
+    return step

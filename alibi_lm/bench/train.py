@@ -1,0 +1,107 @@
+"""Training steps of this project's model and of its peers, in turns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from alibi_lm.bench.machine import memory_bandwidth, product_rate
+from alibi_lm.bench.peers import SIZES, Shape
+from alibi_lm.bench.stepping import Job, trainees
+from alibi_lm.bench.turns import in_turns, markdown, paired_ratio, publish
+from alibi_lm.model.flops import flops_per_token
+
+WARM_UPS = 2
+"""Steps before the first that counts: they compile, allocate and fill the optimizer's state."""
+
+
+@dataclass(frozen=True)
+class TrainBenchmark:
+    """What `benchmark_train` is to measure."""
+
+    size: str = "4m"
+    sequence_length: int = 512
+    num_tokens: int = 4096
+    """Tokens of a step."""
+    names: Sequence[str] = ("alibi", "none", "mpt", "bloom")
+    """The models, the one that the others are compared with first."""
+    repeats: int = 7
+
+
+def benchmark_train(settings: TrainBenchmark, path: Path | None = None) -> dict[str, Any]:
+    """Train each model a step at a time, in turns, in bf16 under DeepSpeed's ZeRO stage 1.
+
+    Each is a process of its own, so that its memory is. Ratios are those of the same turn. MFU is
+    PaLM's (see `flops_per_token`) over the rate of plain products of the model's own shapes,
+    measured in turns with the steps.
+    """
+    shape = Shape(settings.size, settings.sequence_length)
+    threads = torch.get_num_threads()
+    jobs = [Job(name, shape, settings.num_tokens, threads) for name in settings.names]
+    rates: list[float] = []
+    bandwidths: list[float] = []
+    rate = product_rate(SIZES[settings.size], settings.num_tokens)
+    bandwidth = memory_bandwidth()
+
+    def machine() -> float:
+        rates.append(rate())
+        bandwidths.append(bandwidth())
+        return 1.0
+
+    with trainees(jobs) as started:
+        ways = {each.name: each.step for each in started} | {"machine": machine}
+        seconds = in_turns(ways, settings.repeats, WARM_UPS)
+        memory = {each.name: each.memory() for each in started}
+        profile = started[0].profile()
+    flops = flops_per_token(shape.model("alibi"), settings.sequence_length) * settings.num_tokens
+    result: dict[str, Any] = asdict(settings) | {
+        "threads": threads,
+        "torch": torch.__version__,
+        "product_rate": median(rates[WARM_UPS:]),
+        "bandwidth": median(bandwidths[WARM_UPS:]),
+        "profile": profile,
+        "models": {
+            name: {
+                "seconds": seconds[name],
+                "tokens_per_second": settings.num_tokens / median(seconds[name]),
+                "mfu": median(
+                    flops / taken / possible
+                    for taken, possible in zip(seconds[name], rates[WARM_UPS:], strict=False)
+                ),
+                "peak_bytes": memory[name],
+                "time": paired_ratio(seconds[name], seconds[settings.names[0]]).as_dict(),
+                "memory": memory[name] / memory[settings.names[0]],
+            }
+            for name in settings.names
+        },
+    }
+    publish(result, benchmark_lines(result), path)
+    return result
+
+
+def benchmark_lines(result: dict[str, Any]) -> list[str]:
+    """A table of the models, and where the first one's time goes."""
+    first = result["names"][0]
+    headings = ("model", "tokens/s", f"time / {first}", "MFU", "memory, MiB", f"/ {first}")
+    rows = []
+    for name, found in result["models"].items():
+        time = found["time"]
+        rows.append((
+            name, f"{found['tokens_per_second']:,.0f}",
+            f"{time['median']:.3f} [{time['low']:.3f}, {time['high']:.3f}]",
+            f"{found['mfu']:.0%}", f"{found['peak_bytes'] / 2**20:,.0f}", f"{found['memory']:.2f}",
+        ))  # fmt: skip
+    title = (f"training steps, {result['size']}, {result['sequence_length']} tokens a sequence, "
+             f"{result['num_tokens']:,} a step, bf16, {result['threads']} threads; products at "
+             f"{result['product_rate'] / 1e9:,.0f} GFLOP/s, memory at "
+             f"{result['bandwidth'] / 1e9:.1f} GB/s")  # fmt: skip
+    whole = result["profile"]["all"]
+    shares = sorted(((part, seconds) for part, seconds in result["profile"].items()
+                     if part != "all"), key=lambda each: -each[1])  # fmt: skip
+    parts = ", ".join(f"{part} {seconds / whole:.1%}" for part, seconds in shares)
+    return [title, "", *markdown(headings, rows), "", f"{first}: {parts}"]
