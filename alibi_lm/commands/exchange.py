@@ -54,10 +54,10 @@ def export(
 
     OUT is by default RUN/hf/step_XXXXXXXX.
     """
-    from alibi_lm.checkpoint.step import open_run
     from alibi_lm.hf.export import export as run_export
+    from alibi_lm.hf.export import open_to_export
 
-    step = open_run(run)
+    step = open_to_export(run)
     run_export(step, out or step.hf_folder, dtype=dtype, format=layout, tokenizer=tokenizer,
                proof=proof, with_code=with_code)  # fmt: skip
 
