@@ -30,6 +30,7 @@ from alibi_lm.errors import CheckpointError, ConfigError, DataError, Problem
 from alibi_lm.files import sha256, write_json, write_text
 from alibi_lm.hf.bloom import BLOOM_READING
 from alibi_lm.hf.facts import check_own_files
+from alibi_lm.hf.heads import check_heads
 from alibi_lm.hf.layout import KEPT, Reading
 from alibi_lm.hf.mpt import MPT_READING
 from alibi_lm.hf.proof import Pair, choose, prove_import, told
@@ -38,6 +39,7 @@ from alibi_lm.hf.source import SourceFolder, inside, read_json
 from alibi_lm.hf.stock import stock_config
 from alibi_lm.hf.target import new_folder
 from alibi_lm.hf.weights import StepWeights, unset_weights
+from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.layers import LAYER_NORM_EPSILON
 from alibi_lm.settings import apply_overrides, build, to_dict, to_yaml
 
@@ -97,12 +99,20 @@ def import_folder(
         new_folder(run) as partial,
     ):
         names = tensor_names(folder, source, reading, config)
+        nats = None
+        if kind == "logits":  # memory holds whole models, and more than bits is asked for
+
+            def weight(model: ModelConfig, name: str) -> Tensor:
+                return canonical(reading, model, name, source.tensor(names[name][0]))
+
+            nats = check_heads(folder, config, found, weight)
         step = partial / CHECKPOINTS / step_name(0)
         step.mkdir(parents=True)
         imported = {
             "class": reading.layout.class_name,
             "source": folder.resolve().name,
             "config": kept,
+            "nats_by_heads": nats,
         }
         _write_step(step, source, reading, config, names, found, imported, shard_bytes)
         write_text(step.parent / LATEST, step.name + "\n")
@@ -243,9 +253,9 @@ def tensor_names(
     return {name: names[name] for name in shapes}
 
 
-def canonical(reading: Reading, config: Config, name: str, stored: Tensor) -> Tensor:
+def canonical(reading: Reading, model: ModelConfig, name: str, stored: Tensor) -> Tensor:
     """A tensor of the class as the canonical one of this name, in its stored type."""
-    return reading.rows(config.model, stored) if ".qkv." in name else stored
+    return reading.rows(model, stored) if ".qkv." in name else stored
 
 
 def _write_step(
@@ -283,7 +293,7 @@ def _write_step(
             block
             for name in shard
             for block in _blocks(names[name][0], canonical(
-                reading, config, name, source.tensor(names[name][0])))
+                reading, config.model, name, source.tensor(names[name][0])))
         )  # fmt: skip
         file = f"shard_{number:05d}.safetensors"
         files[file] = write_stream(step / file, flat, blocks)
