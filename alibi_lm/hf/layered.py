@@ -17,7 +17,7 @@ from alibi_lm.model.layers import Block, Embedding, Head
 from alibi_lm.parallel.mesh import ALONE
 from alibi_lm.parallel.tensor import vocabulary_logits
 
-NEW_TOKENS = 8
+NEW_TOKENS = 4
 """Tokens generated greedily: each takes another reading of all weights."""
 PROMPT_TOKENS = 64
 _ROWS_BYTES = 1 << 26
