@@ -88,8 +88,8 @@ def export(
         tokenizer: whether the run's tokenizer, if it has one, is exported too.
         shard_bytes: largest size of a weights file.
         proof: what is compared, see `proof.Proof`; by default logits, one block at a time where
-            memory is short for both models. What only one tensor is needed for at a time, the
-            writing above all, holds no more.
+            memory is short for both models (with our own modelling file, bits only). What only
+            one tensor is needed for at a time, the writing above all, holds no more.
         with_code: write our own modelling file, for `trust_remote_code`, beside the weights. It
             holds every model, those too that no stock class does.
 
@@ -101,7 +101,7 @@ def export(
         CheckpointError: `out` holds something else, the proof fails, or there is no room.
     """
     layout = _layout(step, dtype, format, with_code)
-    kind = choose(proof, step.config.model)
+    kind = _kind(proof, step, layout)
     source = tokenizer and step.tokenizer() is not None
     settings = {"format": layout.name, "dtype": dtype, "tokenizer": source}
     with Progress("digest of the weights", 4 * num_parameters(step.config.model)) as progress:
@@ -136,6 +136,22 @@ def _layout(step: Step, dtype: str, format: str | None, with_code: bool) -> Layo
     layout = LAYOUTS[format or step.config.model.shape]
     check_model(step.config.model, layout)
     return layout
+
+
+def _kind(proof: Proof | str | None, step: Step, layout: Layout) -> Proof:
+    """The proof asked for, or the one that memory is enough for.
+
+    Raises:
+        ConfigError: there is no such proof, or not of this layout.
+    """
+    kind = choose(proof, step.config.model)
+    if layout is CODE and kind == "layers":
+        if proof is not None:
+            rule = "takes a stock class apart, and this is our own modelling file"
+            raise ConfigError(Problem("proof", proof, rule, "choose logits or weights"))
+        console.warn("memory does not hold both models: bits are compared, and logits are not")
+        return "weights"
+    return kind
 
 
 def _existing(out: Path, wanted: dict[str, Any]) -> dict[str, Any] | None:
