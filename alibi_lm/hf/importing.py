@@ -25,6 +25,7 @@ from alibi_lm.checkpoint.step import open_run
 from alibi_lm.checkpoint.tensor_file import write_stream
 from alibi_lm.config import Config
 from alibi_lm.console import console
+from alibi_lm.data.progress import Progress
 from alibi_lm.data.tokenizer import Tokenizer, load_tokenizer
 from alibi_lm.errors import CheckpointError, ConfigError, DataError, Problem
 from alibi_lm.files import sha256, write_json, write_text
@@ -287,16 +288,17 @@ def _write_step(
             size = 0
         shards[-1][name] = numel
         size += 4 * numel
-    for number, shard in enumerate(shards):
-        flat = {fragment_key(name, PARAM, 0): (numel,) for name, numel in shard.items()}
-        blocks = (
-            block
-            for name in shard
-            for block in _blocks(names[name][0], canonical(
-                reading, config.model, name, source.tensor(names[name][0])))
-        )  # fmt: skip
-        file = f"shard_{number:05d}.safetensors"
-        files[file] = write_stream(step / file, flat, blocks)
+    with Progress("write", 4 * sum(math.prod(shape) for _, shape in names.values())) as progress:
+        for number, shard in enumerate(shards):
+            flat = {fragment_key(name, PARAM, 0): (numel,) for name, numel in shard.items()}
+            blocks = (
+                block
+                for name in shard
+                for block in _blocks(names[name][0], canonical(
+                    reading, config.model, name, source.tensor(names[name][0])), progress)
+            )  # fmt: skip
+            file = f"shard_{number:05d}.safetensors"
+            files[file] = write_stream(step / file, flat, blocks)
     write_meta(step, {
         "step": 0,
         "tokens": 0,
@@ -314,7 +316,7 @@ def _write_step(
     })  # fmt: skip
 
 
-def _blocks(name: str, tensor: Tensor) -> Iterator[Tensor]:
+def _blocks(name: str, tensor: Tensor, progress: Progress) -> Iterator[Tensor]:
     """The tensor's elements in fp32, some at a time.
 
     Raises:
@@ -325,3 +327,4 @@ def _blocks(name: str, tensor: Tensor) -> Iterator[Tensor]:
             rule = "has elements that are not finite"
             raise CheckpointError(Problem(name, None, rule, "restore the folder"))
         yield block.float()
+        progress.advance(4 * block.numel())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,8 @@ from alibi_lm.parallel.tensor import vocabulary_logits
 NEW_TOKENS = 4
 """Tokens generated greedily: each takes another reading of all weights."""
 PROMPT_TOKENS = 64
+_PORTION = 4096
+"""Tokens that are in the native block at once."""
 _ROWS_BYTES = 1 << 26
 """Rows of an embedding that are in memory at once."""
 _SCORES_BYTES = 1 << 27
@@ -96,7 +99,7 @@ class _Layered:
         """Largest |logit difference| over tokens [1, T]; NaN in either gives NaN."""
         ours, theirs = self._embedded(tokens)
         for _ in self._blocks():
-            ours = self.our_block(ours)
+            ours = self._our_block(ours)
             theirs = self.model.block(theirs, step_tokens)
         ours = self.head.norm(ours)
         worst = torch.zeros((), dtype=ours.dtype)
@@ -117,6 +120,13 @@ class _Layered:
         ours, theirs = self.head.norm(ours)[0, -1], theirs[0, -1]
         parts = [(our(ours), their(theirs)) for our, their, _ in self._outputs()]
         return torch.cat([part for part, _ in parts]), torch.cat([part for _, part in parts])
+
+    def _our_block(self, hidden: Tensor) -> Tensor:
+        """[1, T, d] to the same; a long input goes in by portions, for what lies between."""
+        if hidden.shape[1] <= _PORTION:
+            return cast(Tensor, self.our_block(hidden))
+        cache = LayerCache()
+        return torch.cat([self.our_block(part, cache) for part in hidden.split(_PORTION, 1)], 1)
 
     def _blocks(self) -> Iterator[int]:
         """The blocks' numbers, each in memory until the next; then the final norms are."""

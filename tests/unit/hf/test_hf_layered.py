@@ -61,8 +61,9 @@ def test_both_models_by_block_are_the_whole_models(
     monkeypatch.setattr(layered, "_ROWS_BYTES", 4 * 96 * 50)  # the vocabulary in seven parts
     with opened(tmp_path / "stock", shape, tied) as (pair, stock):
         expected = stock(TOKENS).logits
-        for dtype, step_tokens in ((torch.float32, 280), (torch.float32, 100),
-                                   (torch.float64, 64)):  # fmt: skip
+        for dtype, step_tokens, portion in ((torch.float32, 280, 4096), (torch.float32, 100, 128),
+                                            (torch.float64, 64, 200)):  # fmt: skip
+            monkeypatch.setattr(layered, "_PORTION", portion)
             models = _Layered(pair.model, pair.weights, pair.stock(dtype))
             assert models.difference(TOKENS, step_tokens) <= 5e-5
         models = _Layered(pair.model, pair.weights, pair.stock(torch.float32))
