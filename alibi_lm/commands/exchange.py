@@ -13,7 +13,7 @@ PROOF = click.option(
     "--proof",
     type=click.Choice(["logits", "layers", "weights"]),
     help="What is compared: logits of both models whole (the default where memory holds them) or "
-    "block by block, or only the bits of the weights.",
+    "block by block (the default for larger ones), or only the bits of the weights.",
 )
 
 

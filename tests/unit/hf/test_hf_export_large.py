@@ -39,7 +39,7 @@ def test_a_large_export_takes_a_quarter_of_the_model_at_most(
     wanted += 8 * model["vocab_size"] * model["hidden_size"]
     if shutil.disk_usage(tmp_path).free < 1.5 * wanted + 2 * GIB:
         pytest.skip(f"needs {(1.5 * wanted + 2 * GIB) / GIB:.0f} GiB of disk")
-    num_bytes = write_large_step(tmp_path / "run", model, 256, layout, moments=moments)
+    num_bytes = write_large_step(tmp_path / "run", model, 128, layout, moments=moments)
     start = watched(["--version"], tmp_path).peak_bytes
     try:
         seen = watched(["export", str(tmp_path / "run"), str(tmp_path / "out"), *proof], tmp_path)
