@@ -37,8 +37,8 @@ def test_a_large_export_takes_a_quarter_of_the_model_at_most(
     """The larger model, 12.4 GiB in fp32, is more than half of a machine of 24 GiB."""
     wanted = 8 * 12 * model["num_layers"] * model["hidden_size"] ** 2  # checkpoint and export
     wanted += 8 * model["vocab_size"] * model["hidden_size"]
-    if shutil.disk_usage(tmp_path).free < 1.5 * wanted + 2 * GIB:
-        pytest.skip(f"needs {(1.5 * wanted + 2 * GIB) / GIB:.0f} GiB of disk")
+    if shutil.disk_usage(tmp_path).free < 1.1 * wanted + 2 * GIB:
+        pytest.skip(f"needs {(1.1 * wanted + 2 * GIB) / GIB:.0f} GiB of disk")
     num_bytes = write_large_step(tmp_path / "run", model, 128, layout, moments=moments)
     start = watched(["--version"], tmp_path).peak_bytes
     try:
