@@ -121,7 +121,7 @@ def watched(arguments: list[str], folder: Path) -> Watched:
         process = subprocess.Popen(command, stdout=output, stderr=errors)
         while process.poll() is None:
             peak = max(peak, _anonymous(process.pid))
-            time.sleep(0.005)
+            time.sleep(0.02)
     seconds = time.monotonic() - start
     told = [(folder / name).read_text() for name in ("output", "errors")]
     assert process.returncode == 0, told
