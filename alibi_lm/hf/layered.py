@@ -48,16 +48,20 @@ def compare_logits_by_layer(
         Mismatch: logits differ.
     """
     length = tokens.shape[1]
+    twice = ("embedding.weight",) if config.tied_embeddings else ()
     most = max(1, _SCORES_BYTES // (4 * config.num_heads * length))
 
     def plainly() -> float:
-        with weights.progress(f"compare {length:,} tokens"):
+        with weights.progress(f"compare {length:,} tokens", twice=twice):
             return _Layered(config, weights, stock(torch.float32)).difference(tokens, most)
 
     def exactly() -> float:
         model = stock(torch.float64)
-        with bias_from_the_end(model.model), weights.progress(f"in fp64, {length:,} tokens"):
-            layered = _Layered(config, weights, model)
+        layered = _Layered(config, weights, model)
+        with (
+            bias_from_the_end(model.model),
+            weights.progress(f"in fp64, {length:,} tokens", twice=twice),
+        ):
             return layered.difference(tokens, min(STEP_TOKENS, max(1, most // 2)))
 
     return judged(length, plainly, exactly)
@@ -75,7 +79,8 @@ def compare_greedy_by_layer(
     layered = _Layered(config, weights, model)
     caches = [(LayerCache(), CachedState()) for _ in range(config.num_layers)]
     tokens = prompt
-    with weights.progress(f"generate {num_tokens} tokens", num_tokens):
+    twice = ("embedding.weight",) if config.tied_embeddings else ()
+    with weights.progress(f"generate {num_tokens} tokens", num_tokens, twice):
         for number in range(1, num_tokens + 1):
             ours, theirs = layered.next_logits(tokens, caches)
             our_choice, choice = int(ours.argmax()), int(theirs.argmax())

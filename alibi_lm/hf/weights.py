@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -56,9 +56,13 @@ class StepWeights(Mapping[str, Tensor]):
         return values.view(stop - start, width)
 
     @contextmanager
-    def progress(self, title: str, passes: int = 1) -> Iterator[None]:
-        """Show how much of the weights has been read, while they are read this many times."""
-        numel = sum(math.prod(shape) for shape in self._reader.shapes.values())
+    def progress(self, title: str, passes: int = 1, twice: Collection[str] = ()) -> Iterator[None]:
+        """Show how much of the weights has been read, while they are read this many times.
+
+        `twice` names those that are read twice in every pass.
+        """
+        names = [*self._reader.shapes, *twice]
+        numel = sum(math.prod(self._reader.shapes[name]) for name in names)
         with Progress(title, 4 * numel * passes) as self._progress:
             try:
                 yield

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from alibi_lm.checkpoint.step import open_run
 from alibi_lm.hf import layered
+from alibi_lm.hf import weights as module
 from alibi_lm.hf.importing import READINGS, import_folder
 from alibi_lm.hf.layered import _Layered, compare_greedy_by_layer, compare_logits_by_layer
 from alibi_lm.hf.proof import Pair
@@ -125,3 +126,32 @@ def test_a_cache_that_goes_wrong_is_found_by_generating(
         with pytest.raises(Mismatch, match="greedy token [2-8] differs"):
             compare_greedy_by_layer(pair.model, pair.weights, pair.stock(torch.float32),
                                     TOKENS[:, :30], num_tokens=8)  # fmt: skip
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_bars_end_where_they_said(
+    tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bars: list[list[int]] = []
+
+    class Recorded:
+        def __init__(self, title: str, total: int) -> None:
+            bars.append([total, 0])
+
+        def __enter__(self) -> Recorded:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+        def advance(self, num_bytes: int) -> None:
+            bars[-1][1] += num_bytes
+
+    monkeypatch.setattr(module, "Progress", Recorded)
+    with opened(tmp_path / "stock", "bloom", tied) as (pair, _):
+        bars.clear()
+        compare_logits_by_layer(pair.model, pair.weights, pair.stock, TOKENS[:, :70])
+        compare_greedy_by_layer(pair.model, pair.weights, pair.stock(torch.float32),
+                                TOKENS[:, :30], num_tokens=3)  # fmt: skip
+    assert len(bars) == 2
+    assert all(done == total > 0 for total, done in bars)
