@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from alibi_lm import __version__
-from alibi_lm.commands.arguments import OVERRIDES, RUN
+from alibi_lm.commands.arguments import OVERRIDES, RUN, Commands
 from alibi_lm.commands.bench_long import long_inputs
 from alibi_lm.commands.bench_parts import load, loss, start, tokenize
 from alibi_lm.commands.bench_train import train as bench_train
@@ -20,14 +20,11 @@ from alibi_lm.commands.evals import compare, eval_group, report
 from alibi_lm.commands.exchange import export, import_command
 from alibi_lm.commands.generate import generate
 from alibi_lm.console import console
-from alibi_lm.errors import EXIT_USER_ERROR, UserError, path_error
+from alibi_lm.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError, path_error
 
 
-class _Commands(click.Group):
-    """Lists commands in the order a user meets them; turns user errors into one line."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(self.commands)
+class _Commands(Commands):
+    """Turns user errors into one line."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -41,6 +38,8 @@ class _Commands(click.Group):
                 raise
             console.error(str(mistake))
             ctx.exit(mistake.exit_code)
+        except KeyboardInterrupt:
+            ctx.exit(EXIT_INTERRUPTED)
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -49,8 +48,10 @@ def main() -> None:
     """Pretrain ALiBi language models, judge them on long contexts, export them.
 
     Exit codes: 0 done, 2 a mistake to mend (one line says which), 3 a loss that is not finite,
-    4 asked to stop, and saved, 5 a rank or host lost: the same command goes on.
+    4 asked to stop, and saved, 5 a rank or host lost: the same command goes on, 130 interrupted.
     """
+    # https://no-color.org: any value but an empty one.
+    console.coloured = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 @main.command()
@@ -172,7 +173,7 @@ main.add_command(report)
 main.add_command(compare)
 
 
-@main.group()
+@main.group(cls=Commands)
 def checkpoint() -> None:
     """Look at a run's checkpoints, or rewrite one."""
 
@@ -248,7 +249,7 @@ def convert_checkpoint(run: Path, out: Path, shards: int, weights_only: bool) ->
     console.say(f"checkpoint {written}")
 
 
-@main.group()
+@main.group(cls=Commands)
 def bench() -> None:
     """Measure speeds: ratios taken in one run on this machine."""
 

@@ -8,15 +8,19 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
+_RED, _YELLOW = 31, 33
+
 
 class Console:
     """Writes lines to the terminal and, once a log file is set, to it as well.
 
-    A muted console (every rank but 0) writes nothing, so callers need not ask for their rank.
+    A muted console (every rank but 0) writes nothing, so callers need not ask for their rank. With
+    `coloured` the words `error` and `warning` have a colour, on a terminal only.
     """
 
     def __init__(self) -> None:
         self.muted = False
+        self.coloured = False
         self._log: TextIO | None = None
 
     def log_to(self, path: Path) -> None:
@@ -35,7 +39,7 @@ class Console:
 
     def say(self, text: str) -> None:
         """Write one line for the user to standard output."""
-        self._write(text, sys.stdout)
+        self._write(text, text, sys.stdout)
 
     def write(self, text: str) -> None:
         """Write text as it is to standard output at once, without a line's end."""
@@ -44,23 +48,27 @@ class Console:
 
     def warn(self, text: str) -> None:
         """Write one warning line to standard error."""
-        self._write(f"warning: {text}", sys.stderr)
+        shown = f"{self._marked('warning:', _YELLOW, sys.stderr)} {text}"
+        self._write(f"warning: {text}", shown, sys.stderr)
 
     def error(self, text: str) -> None:
         """Write one error line to standard error; to the log too, unless its disk is the error."""
         if self.muted:
             return
-        self._show(f"error: {text}", sys.stderr)
+        self._show(f"{self._marked('error:', _RED, sys.stderr)} {text}", sys.stderr)
         if self._log is not None:
             with suppress(OSError):
                 print(f"error: {text}", file=self._log, flush=True)
 
-    def _write(self, text: str, stream: TextIO) -> None:
+    def _marked(self, word: str, colour: int, stream: TextIO) -> str:
+        return f"\x1b[{colour}m{word}\x1b[0m" if self.coloured and stream.isatty() else word
+
+    def _write(self, text: str, shown: str, stream: TextIO) -> None:
         if self.muted:
             return
         if self._log is not None:
             print(text, file=self._log, flush=True)
-        self._show(text, stream)
+        self._show(shown, stream)
 
     def _show(self, text: str, stream: TextIO) -> None:
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -62,10 +62,17 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def sha256(path: Path) -> str:
-    """Hex SHA-256 of a file's bytes, read in pieces."""
+def sha256(path: Path, advance: Callable[[int], None] | None = None) -> str:
+    """Hex SHA-256 of a file's bytes, read in pieces; `advance` is told the bytes of each."""
+    if advance is None:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    digest = hashlib.sha256()
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while piece := file.read(1 << 22):
+            digest.update(piece)
+            advance(len(piece))
+    return digest.hexdigest()
 
 
 def sha256_of_text(text: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -128,39 +128,48 @@ def _is_whole(meta: dict[str, Any], folder_name: str) -> bool:
 
 
 def damage(
-    step_folder: Path, meta: dict[str, Any], part: int = 0, parts: int = 1
+    step_folder: Path,
+    meta: dict[str, Any],
+    part: int = 0,
+    parts: int = 1,
+    advance: Callable[[int], None] | None = None,
 ) -> Iterator[Problem]:
     """Every file of a checkpoint that is missing, cut short or changed, by meta.json.
 
-    With `parts` readers, reader `part` looks at every `parts`-th file.
+    With `parts` readers, reader `part` looks at every `parts`-th file. `advance` is told the
+    bytes of each piece read.
     """
     fix = "restore the file, or use an earlier step"
     for name, facts in list(meta["files"].items())[part::parts]:
         path = step_folder / name
         try:
-            rule = _rule_broken(path, facts)
+            rule = _rule_broken(path, facts, advance)
         except OSError as error:
             rule = f"cannot be read ({error.strerror})"
         if rule is not None:
             yield Problem(str(path), None, rule, fix)
 
 
-def _rule_broken(path: Path, facts: Mapping[str, Any]) -> str | None:
+def _rule_broken(
+    path: Path, facts: Mapping[str, Any], advance: Callable[[int], None] | None
+) -> str | None:
     if not path.is_file():
         return "is missing"
     if (size := path.stat().st_size) != facts["bytes"]:
         return f"has {size} of {facts['bytes']} bytes"
-    return None if sha256(path) == facts["sha256"] else "does not match its sha256"
+    return None if sha256(path, advance) == facts["sha256"] else "does not match its sha256"
 
 
-def verify(step_folder: Path) -> dict[str, Any]:
+def verify(step_folder: Path, advance: Callable[[int], None] | None = None) -> dict[str, Any]:
     """Check every file of a checkpoint against meta.json and return it.
+
+    `advance` is told the bytes of each piece read.
 
     Raises:
         CheckpointError: naming every damaged file.
     """
     meta = read_meta(step_folder)
-    problems = list(damage(step_folder, meta))
+    problems = list(damage(step_folder, meta, advance=advance))
     if problems:
         raise CheckpointError(*problems)
     return meta

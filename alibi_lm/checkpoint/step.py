@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -60,14 +61,20 @@ class Step:
         """SHA-256 of meta.json, which itself holds the digest of every file."""
         return hashlib.sha256((self.folder / META).read_bytes()).hexdigest()
 
-    def weights_digest(self) -> str:
-        """SHA-256 over names and fp32 values of all weights, whatever files they lie in."""
+    def weights_digest(self, advance: Callable[[int], None] | None = None) -> str:
+        """SHA-256 over names and fp32 values of all weights, whatever files they lie in.
+
+        `advance` is told the bytes of each tensor.
+        """
         digest = hashlib.sha256()
         with self.reader() as reader:
             for name in sorted(reader.shapes):
                 tensor = reader.tensor(name)
                 digest.update(f"{name}{list(tensor.shape)}".encode())
                 digest.update(tensor.numpy().astype("<f4", copy=False).data)
+                if advance is not None:
+                    advance(4 * tensor.numel())
+                del tensor  # before the next one is read
         return digest.hexdigest()
 
     @cached_property

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from alibi_lm.commands.arguments import OVERRIDES
+from alibi_lm.commands.arguments import OVERRIDES, Commands
 from alibi_lm.commands.ranks import on_ranks
 from alibi_lm.console import console
 
@@ -49,7 +49,7 @@ EVALS = {
 """The evals, by the module and the section of a suite that have their name."""
 
 
-@click.group("eval")
+@click.group("eval", cls=Commands)
 def eval_group() -> None:
     """Judge a model on long contexts: a run's checkpoint (the newest, or a step folder), or hf:MODEL.
 

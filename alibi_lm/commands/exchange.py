@@ -13,7 +13,7 @@ PROOF = click.option(
     "--proof",
     type=click.Choice(["logits", "layers", "weights"]),
     help="What is compared: logits of both models whole (the default where memory holds them) or "
-    "block by block, or only the bits of the weights.",
+    "block by block (the default for larger ones), or only the bits of the weights.",
 )
 
 
@@ -54,10 +54,10 @@ def export(
 
     OUT is by default RUN/hf/step_XXXXXXXX.
     """
-    from alibi_lm.checkpoint.step import open_run
     from alibi_lm.hf.export import export as run_export
+    from alibi_lm.hf.export import open_to_export
 
-    step = open_run(run)
+    step = open_to_export(run)
     run_export(step, out or step.hf_folder, dtype=dtype, format=layout, tokenizer=tokenizer,
                proof=proof, with_code=with_code)  # fmt: skip
 

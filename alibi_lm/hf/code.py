@@ -100,10 +100,11 @@ def _equal_tensors(folder: Path, weights: StepWeights) -> int:
     with SourceFolder(folder, "") as source:
         if source.shapes.keys() != set(weights):
             raise Mismatch("the stored tensors are not the model's")
-        for name in weights:
-            stored = source.tensor(name)
-            if not same_bits(weights[name].to(stored.dtype), stored):
-                raise Mismatch(f"{name} does not read back as it was written: its bits differ")
+        with weights.progress("read back"):
+            for name in weights:
+                stored = source.tensor(name)
+                if not same_bits(weights[name].to(stored.dtype), stored):
+                    raise Mismatch(f"{name} does not read back as it was written: its bits differ")
         return len(weights)
 
 

@@ -11,8 +11,10 @@ from typing import Any, Literal
 
 import torch
 
-from alibi_lm.checkpoint.step import Step
+from alibi_lm.checkpoint.folder import verify
+from alibi_lm.checkpoint.step import Step, open_run
 from alibi_lm.console import console
+from alibi_lm.data.progress import Progress
 from alibi_lm.errors import CheckpointError, ConfigError, Problem
 from alibi_lm.files import write_json, write_text
 from alibi_lm.hf.bloom import BLOOM, BLOOM_READING
@@ -37,6 +39,7 @@ from alibi_lm.hf.stock import stock_config
 from alibi_lm.hf.target import new_folder
 from alibi_lm.hf.tokenizer import convert_tokenizer
 from alibi_lm.hf.weights import StepWeights, unset_weights
+from alibi_lm.model.flops import num_parameters
 from alibi_lm.settings import flatten
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -45,6 +48,19 @@ LAYOUTS = {layout.name: layout for layout in (MPT, BLOOM)}
 SMALLEST_MAX_LENGTH = 65_536
 """The stock MPT class makes a bias of max_seq_len per head at every call (16 heads: 4 MiB, about
 1 ms here) and stops at inputs longer than that; its own T x T scores end much earlier."""
+
+
+def open_to_export(path: Path) -> Step:
+    """`open_run`, with a bar over the files that are compared with their sha256.
+
+    Raises:
+        CheckpointError: there is no complete checkpoint, or a file of it is damaged.
+    """
+    step = open_run(path, check=False)
+    total = sum(facts["bytes"] for facts in step.meta["files"].values())
+    with Progress("check the checkpoint", total) as progress:
+        verify(step.folder, progress.advance)
+    return step
 
 
 def export(
@@ -72,8 +88,8 @@ def export(
         tokenizer: whether the run's tokenizer, if it has one, is exported too.
         shard_bytes: largest size of a weights file.
         proof: what is compared, see `proof.Proof`; by default logits, one block at a time where
-            memory is short for both models. What only one tensor is needed for at a time, the
-            writing above all, holds no more.
+            memory is short for both models (with our own modelling file, bits only). What only
+            one tensor is needed for at a time, the writing above all, holds no more.
         with_code: write our own modelling file, for `trust_remote_code`, beside the weights. It
             holds every model, those too that no stock class does.
 
@@ -85,13 +101,12 @@ def export(
         CheckpointError: `out` holds something else, the proof fails, or there is no room.
     """
     layout = _layout(step, dtype, format, with_code)
-    kind = choose(proof, step.config.model)
+    kind = _kind(proof, step, layout)
     source = tokenizer and step.tokenizer() is not None
     settings = {"format": layout.name, "dtype": dtype, "tokenizer": source}
-    wanted = {
-        "checkpoint": {"step": step.step, "weights": step.weights_digest()},
-        "settings": settings,
-    }
+    with Progress("digest of the weights", 4 * num_parameters(step.config.model)) as progress:
+        digest = step.weights_digest(progress.advance)
+    wanted = {"checkpoint": {"step": step.step, "weights": digest}, "settings": settings}
     done = _existing(out, wanted)
     if done is not None:
         console.say(f"export {out}: already made from step {step.step:,}")
@@ -121,6 +136,22 @@ def _layout(step: Step, dtype: str, format: str | None, with_code: bool) -> Layo
     layout = LAYOUTS[format or step.config.model.shape]
     check_model(step.config.model, layout)
     return layout
+
+
+def _kind(proof: Proof | str | None, step: Step, layout: Layout) -> Proof:
+    """The proof asked for, or the one that memory is enough for.
+
+    Raises:
+        ConfigError: there is no such proof, or not of this layout.
+    """
+    kind = choose(proof, step.config.model)
+    if layout is CODE and kind == "layers":
+        if proof is not None:
+            rule = "takes a stock class apart, and this is our own modelling file"
+            raise ConfigError(Problem("proof", proof, rule, "choose logits or weights"))
+        console.warn("memory does not hold both models: bits are compared, and logits are not")
+        return "weights"
+    return kind
 
 
 def _existing(out: Path, wanted: dict[str, Any]) -> dict[str, Any] | None:
@@ -175,7 +206,8 @@ def _write(
     shapes = {name: tuple(tensor.shape) for name, tensor in layout.tensors(model, meta)}
     with step.reader() as reader:
         weights = StepWeights(reader, dtype)
-        write_shards(folder, shapes, layout.tensors(model, weights), dtype, shard_bytes)
+        with weights.progress("write"):
+            write_shards(folder, shapes, layout.tensors(model, weights), dtype, shard_bytes)
         proof = _proved(step, layout, folder, out, weights, kind)
     if tokenizer is not None:
         proof["tokenizer"] = prove_tokenizer(step, tokenizer, folder, out)

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from alibi_lm.data.progress import Progress
 from alibi_lm.errors import CheckpointError, Problem
 from alibi_lm.files import sha256
 from alibi_lm.hf.source import inside, read_json
@@ -17,7 +18,8 @@ _UNSIGNED = (FACTS, "README.md")
 def file_digests(folder: Path) -> dict[str, str]:
     """SHA-256 of every file that the model is read from."""
     names = sorted(path.name for path in folder.iterdir() if path.name not in _UNSIGNED)
-    return {name: sha256(folder / name) for name in names}
+    with Progress("hash", sum((folder / name).stat().st_size for name in names)) as progress:
+        return {name: sha256(folder / name, progress.advance) for name in names}
 
 
 def check_own_files(folder: Path) -> None:
@@ -31,9 +33,10 @@ def check_own_files(folder: Path) -> None:
     digests: Any = read_json(folder, FACTS).get("files", {})
     problems = []
     fix = f"restore it, or take {FACTS} away if the change is meant"
-    for name, digest in digests.items() if isinstance(digests, dict) else ():
-        path = inside(folder, name)
-        if sha256(path) != digest:
-            problems.append(Problem(str(path), None, "was changed since its export", fix))
+    paths = {name: inside(folder, name) for name in digests} if isinstance(digests, dict) else {}
+    with Progress("hash", sum(path.stat().st_size for path in paths.values())) as progress:
+        for name, path in paths.items():
+            if sha256(path, progress.advance) != digests[name]:
+                problems.append(Problem(str(path), None, "was changed since its export", fix))
     if problems:
         raise CheckpointError(*problems)

@@ -25,11 +25,13 @@ from alibi_lm.checkpoint.step import open_run
 from alibi_lm.checkpoint.tensor_file import write_stream
 from alibi_lm.config import Config
 from alibi_lm.console import console
+from alibi_lm.data.progress import Progress
 from alibi_lm.data.tokenizer import Tokenizer, load_tokenizer
 from alibi_lm.errors import CheckpointError, ConfigError, DataError, Problem
 from alibi_lm.files import sha256, write_json, write_text
 from alibi_lm.hf.bloom import BLOOM_READING
 from alibi_lm.hf.facts import check_own_files
+from alibi_lm.hf.heads import check_heads
 from alibi_lm.hf.layout import KEPT, Reading
 from alibi_lm.hf.mpt import MPT_READING
 from alibi_lm.hf.proof import Pair, choose, prove_import, told
@@ -38,6 +40,7 @@ from alibi_lm.hf.source import SourceFolder, inside, read_json
 from alibi_lm.hf.stock import stock_config
 from alibi_lm.hf.target import new_folder
 from alibi_lm.hf.weights import StepWeights, unset_weights
+from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.layers import LAYER_NORM_EPSILON
 from alibi_lm.settings import apply_overrides, build, to_dict, to_yaml
 
@@ -97,12 +100,20 @@ def import_folder(
         new_folder(run) as partial,
     ):
         names = tensor_names(folder, source, reading, config)
+        nats = None
+        if kind == "logits":  # memory holds whole models, and more than bits is asked for
+
+            def weight(model: ModelConfig, name: str) -> Tensor:
+                return canonical(reading, model, name, source.tensor(names[name][0]))
+
+            nats = check_heads(folder, config, found, weight)
         step = partial / CHECKPOINTS / step_name(0)
         step.mkdir(parents=True)
         imported = {
             "class": reading.layout.class_name,
             "source": folder.resolve().name,
             "config": kept,
+            "nats_by_heads": nats,
         }
         _write_step(step, source, reading, config, names, found, imported, shard_bytes)
         write_text(step.parent / LATEST, step.name + "\n")
@@ -243,9 +254,9 @@ def tensor_names(
     return {name: names[name] for name in shapes}
 
 
-def canonical(reading: Reading, config: Config, name: str, stored: Tensor) -> Tensor:
+def canonical(reading: Reading, model: ModelConfig, name: str, stored: Tensor) -> Tensor:
     """A tensor of the class as the canonical one of this name, in its stored type."""
-    return reading.rows(config.model, stored) if ".qkv." in name else stored
+    return reading.rows(model, stored) if ".qkv." in name else stored
 
 
 def _write_step(
@@ -277,16 +288,17 @@ def _write_step(
             size = 0
         shards[-1][name] = numel
         size += 4 * numel
-    for number, shard in enumerate(shards):
-        flat = {fragment_key(name, PARAM, 0): (numel,) for name, numel in shard.items()}
-        blocks = (
-            block
-            for name in shard
-            for block in _blocks(names[name][0], canonical(
-                reading, config, name, source.tensor(names[name][0])))
-        )  # fmt: skip
-        file = f"shard_{number:05d}.safetensors"
-        files[file] = write_stream(step / file, flat, blocks)
+    with Progress("write", 4 * sum(math.prod(shape) for _, shape in names.values())) as progress:
+        for number, shard in enumerate(shards):
+            flat = {fragment_key(name, PARAM, 0): (numel,) for name, numel in shard.items()}
+            blocks = (
+                block
+                for name in shard
+                for block in _blocks(names[name][0], canonical(
+                    reading, config.model, name, source.tensor(names[name][0])), progress)
+            )  # fmt: skip
+            file = f"shard_{number:05d}.safetensors"
+            files[file] = write_stream(step / file, flat, blocks)
     write_meta(step, {
         "step": 0,
         "tokens": 0,
@@ -304,7 +316,7 @@ def _write_step(
     })  # fmt: skip
 
 
-def _blocks(name: str, tensor: Tensor) -> Iterator[Tensor]:
+def _blocks(name: str, tensor: Tensor, progress: Progress) -> Iterator[Tensor]:
     """The tensor's elements in fp32, some at a time.
 
     Raises:
@@ -315,3 +327,4 @@ def _blocks(name: str, tensor: Tensor) -> Iterator[Tensor]:
             rule = "has elements that are not finite"
             raise CheckpointError(Problem(name, None, rule, "restore the folder"))
         yield block.float()
+        progress.advance(4 * block.numel())

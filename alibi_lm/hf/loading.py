@@ -145,7 +145,7 @@ class ImportedFolder:
             CheckpointError: an element is not finite.
         """
         theirs = self._names[name][0]
-        tensor = canonical(self._reading, self.config, name, source.tensor(theirs)).float()
+        tensor = canonical(self._reading, self.config.model, name, source.tensor(theirs)).float()
         if not bool(tensor.isfinite().all()):
             rule = "has elements that are not finite"
             raise CheckpointError(Problem(theirs, None, rule, "restore the folder"))

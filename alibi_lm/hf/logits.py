@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from alibi_lm.hf.stock import Mismatch, StockLayers, bias_from_the_end, hidden_states
-from alibi_lm.model.config import ModelConfig
+from alibi_lm.hf.stock import Mismatch, bias_from_the_end, hidden_states
 from alibi_lm.model.decoder import Decoder
 from alibi_lm.model.generation import generate
-from alibi_lm.model.layers import Block, Embedding, Head
 
 TOLERANCE = 1e-4
 """Largest difference of two logits."""
@@ -43,22 +41,21 @@ def compare_logits(decoder: Decoder, model: Any, tokens: Tensor) -> dict[str, fl
         model.float()
         return found
 
-    return _judged(
-        tokens.shape[1],
-        decoder.config,
-        lambda step_tokens: largest_difference(decoder, model, tokens, step_tokens),
-        exactly,
-    )
+    length = tokens.shape[1]
+    scores = 4 * decoder.config.num_heads * length * length
+    step_tokens = length if scores <= ATTENTION_BYTES else 1024
+    return judged(length, lambda: largest_difference(decoder, model, tokens, step_tokens), exactly)
 
 
-def _judged(
-    length: int,
-    config: ModelConfig,
-    plainly: Callable[[int], float],
-    exactly: Callable[[], float],
+def judged(
+    length: int, plainly: Callable[[], float], exactly: Callable[[], float]
 ) -> dict[str, float | int | None]:
-    scores = 4 * config.num_heads * length * length
-    plain = plainly(length if scores <= ATTENTION_BYTES else 1024)
+    """What the comparisons find at this length; the second is made where the first is too much.
+
+    Raises:
+        Mismatch: the second finds too much as well.
+    """
+    plain = plainly()
     exact = None
     if not plain <= TOLERANCE:
         exact = exactly()
@@ -78,85 +75,25 @@ def largest_difference(decoder: Decoder, model: Any, tokens: Tensor, step_tokens
     worst = torch.zeros((), dtype=ours.dtype)
     for start, theirs in hidden_states(model, tokens, step_tokens):
         rows = ours[:, start : start + theirs.shape[1]]
-        found = _worst(rows, theirs, decoder.logits, output, decoder.config)
+        found = worst_difference(rows, theirs, decoder.logits, output, decoder.config.vocab_size)
         worst = torch.maximum(worst, found)
     return float(worst)
 
 
-def _worst(
+def worst_difference(
     ours: Tensor,
     theirs: Tensor,
     our_logits: Callable[[Tensor], Tensor],
     their_logits: Callable[[Tensor], Tensor],
-    config: ModelConfig,
+    num_logits: int | None,
 ) -> Tensor:
-    """Largest |logit difference| of hidden states [1, n, d]."""
-    portion = max(1, LOGITS_AT_ONCE // (config.vocab_size or 1))
+    """Largest |logit difference| of hidden states [1, n, d]; NaN in either gives NaN."""
+    portion = max(1, LOGITS_AT_ONCE // (num_logits or 1))
     worst = torch.zeros((), dtype=ours.dtype)
     for our_part, their_part in zip(ours.split(portion, 1), theirs.split(portion, 1), strict=True):
         difference = (our_logits(our_part) - their_logits(their_part)).abs().max()
         worst = torch.maximum(worst, difference)
     return worst
-
-
-@torch.no_grad()
-def compare_logits_by_layer(
-    config: ModelConfig,
-    weights: Mapping[str, Tensor],
-    stock: Callable[[torch.dtype], StockLayers],
-    tokens: Tensor,
-) -> dict[str, float | int | None]:
-    """`compare_logits` with one block of each model in memory.
-
-    Args:
-        config: the native model.
-        weights: its weights by canonical name, read one at a time.
-        stock: makes the stock model for a dtype.
-        tokens: [1, T].
-    """
-
-    def exactly() -> float:
-        model = stock(torch.float64)
-        with bias_from_the_end(model.model):
-            return _layered(config, weights, model, tokens, STEP_TOKENS)
-
-    return _judged(
-        tokens.shape[1],
-        config,
-        lambda step_tokens: _layered(config, weights, stock(torch.float32), tokens, step_tokens),
-        exactly,
-    )
-
-
-def _layered(
-    config: ModelConfig,
-    weights: Mapping[str, Tensor],
-    model: StockLayers,
-    tokens: Tensor,
-    step_tokens: int,
-) -> float:
-    def filled(module: Any, name: str) -> Any:
-        state = {key: weights[f"{name}.{key}"].to(model.dtype) for key in module.state_dict()}
-        module.load_state_dict(state, assign=True)
-        return module
-
-    with torch.device("meta"):
-        embedding, block, head = Embedding(config), Block(config), Head(config)
-    ours = filled(embedding, "embedding")(tokens)
-    embedding.to("meta")
-    theirs = model.embed(tokens)
-    last = config.num_layers - 1
-    for index in range(config.num_layers):
-        ours = filled(block, f"blocks.{index}")(ours)
-        theirs = model.block(index, last, theirs, step_tokens)
-    filled(head, "head")
-
-    def our_logits(hidden: Tensor) -> Tensor:
-        return embedding.logits(head(hidden)) if config.tied_embeddings else head(hidden)
-
-    if config.tied_embeddings:
-        filled(embedding, "embedding")
-    return float(_worst(ours, theirs, our_logits, model.output(), config))
 
 
 @torch.no_grad()

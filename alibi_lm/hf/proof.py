@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -15,6 +15,7 @@ from alibi_lm.checkpoint.step import Step
 from alibi_lm.data.indexed import TokenFile
 from alibi_lm.data.tokenizer import Tokenizer
 from alibi_lm.errors import CheckpointError, ConfigError, DataError, Problem
+from alibi_lm.hf import layered
 from alibi_lm.hf.layout import Reading
 from alibi_lm.hf.logits import (
     NEW_TOKENS,
@@ -22,7 +23,6 @@ from alibi_lm.hf.logits import (
     common_prefix,
     compare_greedy,
     compare_logits,
-    compare_logits_by_layer,
 )
 from alibi_lm.hf.source import SourceFolder
 from alibi_lm.hf.stock import Mismatch, StockLayers, load_model, quiet
@@ -78,11 +78,12 @@ class Pair:
     def check_bits(self) -> int:
         """Number of tensors, all equal bit by bit to those that the weights make."""
         count = 0
-        for name, tensor in self.reading.layout.tensors(self.model, self.weights):
-            stored = self.source.tensor(name) if name in self.source.shapes else None
-            if stored is None or not same_bits(tensor.to(stored.dtype), stored):
-                raise Mismatch(f"{name} does not read back as it was written: its bits differ")
-            count += 1
+        with self.weights.progress("read back"):
+            for name, tensor in self.reading.layout.tensors(self.model, self.weights):
+                stored = self.source.tensor(name) if name in self.source.shapes else None
+                if stored is None or not same_bits(tensor.to(stored.dtype), stored):
+                    raise Mismatch(f"{name} does not read back as it was written: its bits differ")
+                count += 1
         return count
 
     def decoder(self) -> Decoder:
@@ -97,7 +98,7 @@ class Pair:
 
     def stock(self, dtype: torch.dtype) -> StockLayers:
         """The stock model, one block at a time."""
-        return StockLayers(self.config, self.reading, self.source.tensor, dtype)
+        return StockLayers(self.config, self.reading, self.source, dtype)
 
 
 def choose(proof: Proof | str | None, model: ModelConfig) -> Proof:
@@ -137,17 +138,21 @@ def prove(pair: Pair, proof: Proof, texts: tuple[Tensor, str], length: int) -> d
     tokens, facts["tokens"] = texts
     facts["tolerance"] = TOLERANCE
     lengths = [n for n in (multiple * length for multiple in MULTIPLES) if n <= tokens.shape[1]]
-    compare: Callable[[Tensor], dict[str, float | int | None]]
+    longest = pair.reading.longest(pair.config) or length + NEW_TOKENS
     if proof == "layers":
-
-        def compare(part: Tensor) -> dict[str, float | int | None]:
-            return compare_logits_by_layer(pair.model, pair.weights, pair.stock, part)
-
-        facts["logits"] = [compare(tokens[:, :n]) for n in lengths]
-        return facts
+        facts["logits"] = [
+            layered.compare_logits_by_layer(pair.model, pair.weights, pair.stock, tokens[:, :n])
+            for n in lengths
+        ]
+        num_tokens = min(layered.NEW_TOKENS, longest - 1)
+        prompt = min(length, layered.PROMPT_TOKENS, longest - num_tokens)
+        model = pair.stock(torch.float32)
+        layered.compare_greedy_by_layer(
+            pair.model, pair.weights, model, tokens[:, :prompt], num_tokens
+        )
+        return facts | {"greedy_tokens_equal": num_tokens}
     model, decoder = load_model(pair.folder, pair.reading.layout.class_name), pair.decoder()
     facts["logits"] = [compare_logits(decoder, model, tokens[:, :n]) for n in lengths]
-    longest = pair.reading.longest(pair.config) or length + NEW_TOKENS
     prompt = min(length, LARGEST_PROMPT, max(1, longest - NEW_TOKENS))
     num_tokens = min(NEW_TOKENS, longest - prompt)
     compare_greedy(decoder, model, tokens[:, :prompt], num_tokens)
@@ -220,8 +225,9 @@ def told(proof: Mapping[str, Any]) -> str:
     if not rows:
         return f"{equal}; logits not compared"
     greedy = proof.get("greedy_tokens_equal")
-    more = f", {greedy} greedy tokens equal" if greedy else ", computed block by block"
-    return f"logits within {' and '.join(rows)}{more}"
+    how = ", computed block by block" if proof["kind"] == "layers" else ""
+    more = f", {greedy} greedy tokens equal" if greedy else ""
+    return f"logits within {' and '.join(rows)}{how}{more}"
 
 
 def sample_tokens(step: Step, length: int, model: ModelConfig) -> tuple[Tensor, str]:

@@ -14,6 +14,8 @@ from alibi_lm.files import write_json
 
 SHARD_BYTES = 5_000_000_000
 """Largest weights file, as the Hugging Face hub recommends; a larger tensor has one of its own."""
+_AT_ONCE = 1 << 22
+"""Elements rounded at a time."""
 
 
 def write_shards(
@@ -58,4 +60,5 @@ def _stored(
     for expected in names:
         name, tensor = next(stream)
         assert name == expected
-        yield tensor.detach().to(dtype)
+        for part in tensor.detach().reshape(-1).split(_AT_ONCE):
+            yield part.to(dtype)

@@ -154,10 +154,25 @@ class SourceFolder:
         Raises:
             CheckpointError: it cannot be read.
         """
+        return self._read(name, None)
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows [start, stop) of a matrix as it is stored, up to its last.
+
+        Raises:
+            CheckpointError: they cannot be read.
+        """
+        return self._read(name, slice(start, stop))
+
+    def _read(self, name: str, rows: slice | None) -> Tensor:
         opened, stored = self._readers[name]
         try:
-            return cast(Tensor, opened[stored] if isinstance(opened, dict)
-                        else opened.get_tensor(stored))  # fmt: skip
+            if isinstance(opened, dict):
+                return cast(Tensor, opened[stored] if rows is None else opened[stored][rows])
+            if rows is None:
+                return cast(Tensor, opened.get_tensor(stored))
+            last = min(rows.stop, self.shapes[name][0])
+            return cast(Tensor, opened.get_slice(stored)[rows.start : last])
         except (OSError, SafetensorError, RuntimeError) as error:
             rule = f"cannot be read ({' '.join(str(error).split())})"
             raise CheckpointError(Problem(f"{self.folder}: {name}", None, rule, _FIX)) from None

@@ -6,13 +6,14 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from alibi_lm.errors import CheckpointError, Problem
 from alibi_lm.hf.layout import Reading
+from alibi_lm.hf.source import SourceFolder
 
 
 class Mismatch(Exception):
@@ -86,23 +87,23 @@ def load_model(folder: Path, class_name: str) -> Any:
 
 
 class StockLayers:
-    """A stock model of which one block, or the embedding, or the output layer is in memory.
+    """A stock model of which one block, or a part of the embedding, is in memory.
 
     The class itself computes: it is made with a single block, whose weights are put in turn.
     """
 
     def __init__(
-        self, config: Any, reading: Reading, tensor: Callable[[str], Tensor], dtype: torch.dtype
+        self, config: Any, reading: Reading, source: SourceFolder, dtype: torch.dtype
     ) -> None:
         """Make the class on no device.
 
         Args:
             config: its config.
             reading: how its tensors are called.
-            tensor: gives a tensor by the class's name for it.
+            source: the folder, which gives a tensor by the class's name for it.
             dtype: type to compute in.
         """
-        self.reading, self.tensor, self.dtype = reading, tensor, dtype
+        self.reading, self.source, self.dtype = reading, source, dtype
         self.tied = bool(config.tie_word_embeddings)
         one = copy.deepcopy(config)
         setattr(one, reading.num_blocks, 1)
@@ -111,41 +112,73 @@ class StockLayers:
             self.model = kind._from_config(one, attn_implementation="eager").eval()
         self.base = self.model.base_model
         self.norm = getattr(self.base, reading.norm)
-        setattr(self.base, reading.norm, nn.Identity())
+        if reading.embedding_norm is not None:
+            self.embedding_norm = getattr(self.base, reading.embedding_norm)
 
     def _fill(self, module: nn.Module, name: str) -> None:
-        state = {key: self.tensor(f"{name}.{key}").to(self.dtype) for key in module.state_dict()}
+        module.to("meta")  # what it held goes before more comes
+        state = {
+            key: self.source.tensor(f"{name}.{key}").to(self.dtype) for key in module.state_dict()
+        }
         module.load_state_dict(state, assign=True)
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Embeddings [1, T, d] of tokens [1, T], before the embedding's norm."""
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Rows [start, stop) of the embedding, before its norm."""
         name = self.reading.prefix + self.reading.embedding
-        return self.tensor(f"{name}.weight")[tokens].to(self.dtype)
+        return self.source.rows(f"{name}.weight", start, stop).to(self.dtype)
 
-    def block(self, index: int, last: int, hidden: Tensor, step_tokens: int) -> Tensor:
-        """[1, T, d] through block `index`; the first with the embedding's norm, the last with
-        the final one."""
+    def place(self, index: int, last: int) -> None:
+        """Put block `index` in; before the first the embedding's norm, after the last the final."""
         reading = self.reading
         blocks = getattr(self.base, reading.blocks)
         self._fill(blocks[0], f"{reading.prefix}{reading.blocks}.{index}")
         if reading.embedding_norm is not None:
             if index == 0:
-                name = reading.prefix + reading.embedding_norm
-                self._fill(getattr(self.base, reading.embedding_norm), name)
-            else:
-                setattr(self.base, reading.embedding_norm, nn.Identity())
+                self._fill(self.embedding_norm, reading.prefix + reading.embedding_norm)
+            norm = self.embedding_norm if index == 0 else nn.Identity()
+            setattr(self.base, reading.embedding_norm, norm)
         if index == last:
             self._fill(self.norm, reading.prefix + reading.norm)
-            setattr(self.base, reading.norm, self.norm)
+        setattr(self.base, reading.norm, self.norm if index == last else nn.Identity())
+
+    def remove(self) -> None:
+        """Take the block out."""
+        getattr(self.base, self.reading.blocks)[0].to("meta")
+
+    def block(self, hidden: Tensor, step_tokens: int) -> Tensor:
+        """[1, T, d] through the block that is in."""
         parts = hidden_states(self.model, hidden, step_tokens)
         return torch.cat([part for _, part in parts], dim=1)
 
-    def output(self) -> Callable[[Tensor], Tensor]:
-        """The output layer, normed hidden states to logits."""
+    def step(self, hidden: Tensor, state: CachedState) -> Tensor:
+        """[1, n, d] through the block that is in, after what `state` holds of it."""
+        return state.read(self.model, "inputs_embeds", hidden)
+
+    def output(self, start: int, stop: int) -> Callable[[Tensor], Tensor]:
+        """The output layer for vocabulary ids [start, stop), of normed hidden states."""
         name = self.reading.prefix + self.reading.embedding if self.tied else "lm_head"
         layer = self.model.get_output_embeddings()
-        self._fill(layer, name)
-        return lambda hidden: layer(hidden)
+        part = self.source.rows(f"{name}.weight", start, stop).to(self.dtype)
+        layer.weight = nn.Parameter(part, requires_grad=False)
+        return cast("Callable[[Tensor], Tensor]", layer)
+
+
+class CachedState:
+    """What a stock model's cache holds, and of how many tokens."""
+
+    def __init__(self) -> None:
+        self.length = 0
+        self._kept: dict[str, Any] = {}
+
+    def read(self, model: Any, key: str, part: Tensor) -> Tensor:
+        """Normed hidden states [1, n, d] of tokens [1, n] or embeddings [1, n, d], kept too."""
+        self.length += part.shape[1]
+        # With a mask, BLOOM makes its bias by a method that the exact comparison can replace.
+        mask = torch.ones(1, self.length, dtype=torch.int64)
+        out = model.base_model(**{key: part}, attention_mask=mask, use_cache=True, **self._kept)
+        name = "cache" if "cache" in out else "past_key_values"  # renamed in transformers 5
+        self._kept = {name: out[name]}
+        return cast(Tensor, out.last_hidden_state)
 
 
 def hidden_states(model: Any, source: Tensor, step_tokens: int) -> Iterator[tuple[int, Tensor]]:
@@ -157,16 +190,9 @@ def hidden_states(model: Any, source: Tensor, step_tokens: int) -> Iterator[tupl
     if step_tokens >= source.shape[1]:
         yield 0, model.base_model(**{key: source}, use_cache=False).last_hidden_state
         return
-    state: dict[str, Any] = {}
-    start = 0
+    state = CachedState()
     for part in source.split(step_tokens, dim=1):
-        # With a mask, BLOOM makes its bias by a method that the exact comparison can replace.
-        mask = torch.ones(1, start + part.shape[1], dtype=torch.int64)
-        out = model.base_model(**{key: part}, attention_mask=mask, use_cache=True, **state)
-        name = "cache" if "cache" in out else "past_key_values"  # renamed in transformers 5
-        state = {name: out[name]}
-        yield start, out.last_hidden_state
-        start += part.shape[1]
+        yield state.length, state.read(model, key, part)
 
 
 @contextmanager

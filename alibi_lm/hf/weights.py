@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from alibi_lm.checkpoint.fragments import FragmentReader
+from alibi_lm.checkpoint.fragments import PARAM, FragmentReader
+from alibi_lm.data.progress import Progress
 from alibi_lm.errors import CheckpointError, Problem
 from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.decoder import Decoder
+
+_AT_ONCE = 1 << 22
+"""Elements rounded at a time."""
 
 
 class StepWeights(Mapping[str, Tensor]):
@@ -19,6 +25,7 @@ class StepWeights(Mapping[str, Tensor]):
     def __init__(self, reader: FragmentReader, dtype: torch.dtype = torch.float32) -> None:
         """Read from `reader`, rounding to `dtype`."""
         self._reader, self._dtype = reader, dtype
+        self._progress: Progress | None = None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._reader.shapes)
@@ -32,12 +39,49 @@ class StepWeights(Mapping[str, Tensor]):
         Raises:
             CheckpointError: a value is not finite in the type.
         """
-        rounded = self._reader.tensor(name).to(self._dtype)
-        if not bool(rounded.isfinite().all()):
-            kind = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(self._dtype, "fp32")
-            rule = f"has values that {kind} does not hold"
-            raise CheckpointError(Problem(name, None, rule, "export it as bf16 or fp32"))
-        return rounded.float()
+        tensor = self._reader.tensor(name)
+        self._round(name, tensor.view(-1))
+        return tensor
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows [start, stop) of a matrix, up to its last.
+
+        Raises:
+            CheckpointError: a value is not finite in the type.
+        """
+        height, width = self._reader.shapes[name]
+        stop = min(stop, height)
+        values = self._reader.read(name, PARAM, start * width, (stop - start) * width)
+        self._round(name, values)
+        return values.view(stop - start, width)
+
+    @contextmanager
+    def progress(self, title: str, passes: int = 1, twice: Collection[str] = ()) -> Iterator[None]:
+        """Show how much of the weights has been read, while they are read this many times.
+
+        `twice` names those that are read twice in every pass.
+        """
+        names = [*self._reader.shapes, *twice]
+        numel = sum(math.prod(self._reader.shapes[name]) for name in names)
+        with Progress(title, 4 * numel * passes) as self._progress:
+            try:
+                yield
+            finally:
+                self._progress = None
+
+    def _round(self, name: str, values: Tensor) -> None:
+        """Round values [n] where they lie: a large tensor is not held twice."""
+        for part in values.split(_AT_ONCE):
+            rounded = part.to(self._dtype)
+            # A sum shows what is not finite at a fraction of the time; a large one may be well.
+            if not math.isfinite(float(rounded.sum())) and not bool(rounded.isfinite().all()):
+                kind = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(self._dtype, "fp32")
+                rule = f"has values that {kind} does not hold"
+                raise CheckpointError(Problem(name, None, rule, "export it as bf16 or fp32"))
+            if self._dtype != torch.float32:
+                part.copy_(rounded)
+            if self._progress is not None:
+                self._progress.advance(4 * part.numel())
 
 
 def unset_weights(model: ModelConfig) -> dict[str, Tensor]:

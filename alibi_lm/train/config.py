@@ -26,6 +26,25 @@ class RunConfig:
 
 
 @dataclass
+class WandbConfig:
+    """Where Weights & Biases shows the run. Its own WANDB_* variables count, such as WANDB_MODE."""
+
+    project: str
+    """The project there."""
+    entity: str | None = None
+    """User or team; by default the one logged in."""
+    group: str | None = None
+    """Runs of one group are shown together."""
+
+    def problems(self, key: str) -> Iterator[Problem]:
+        """The rules of this section that are broken."""
+        for name in ("project", "entity", "group"):
+            value = getattr(self, name)
+            if value is not None and not value.strip():
+                yield Problem(f"{key}{name}", value, "is empty", "give a name, or leave it out")
+
+
+@dataclass
 class TrainConfig:
     """How the model is trained."""
 
@@ -91,6 +110,8 @@ class TrainConfig:
     """Tokens scored at each validation length."""
     peak_flops: float | None = None
     """FLOP/s of one device for MFU; by default from a table of GPUs, on CPU measured at start."""
+    wandb: WandbConfig | None = None
+    """Weights & Biases (`pip install 'alibi_lm[wandb]'`) shows the curves too; by default not."""
 
     def problems(self, key: str) -> Iterator[Problem]:
         """The rules of this section that are broken."""

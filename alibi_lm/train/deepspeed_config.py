@@ -29,6 +29,7 @@ OWNED = {
     "tensor_parallel": "parallel.tp",
     "pipeline": "parallel.pp",
     "tensorboard": "the run folder's tensorboard/, which is always written",
+    "wandb": "train.wandb.project",
     "managed_gradient_accumulation": "train.gradient_accumulation_steps",
     "data_efficiency": "data.corpora",
     "activation_checkpointing": "train.activation_checkpointing",

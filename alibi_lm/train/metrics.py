@@ -1,4 +1,4 @@
-"""What a run tells: the log line, metrics.jsonl, validation.jsonl and TensorBoard. Rank 0 only."""
+"""What a run tells: the log line, metrics.jsonl, validation.jsonl and its boards. Rank 0 only."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import json
 import math
 import os
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from torch.utils.tensorboard import SummaryWriter
-
 from alibi_lm.console import console
 from alibi_lm.files import write_text
-from alibi_lm.settings import flatten
+from alibi_lm.train.boards import Board
 from alibi_lm.train.engine import StepResult
 from alibi_lm.train.hardware import memory_in_use
 
@@ -22,7 +21,10 @@ from alibi_lm.train.hardware import memory_in_use
 class Metrics:
     """Writes a run's metrics; every `log_interval` steps one line each."""
 
-    def __init__(self, run: Path, num_steps: int, start_step: int) -> None:
+    def __init__(
+        self, run: Path, num_steps: int, start_step: int, boards: Sequence[Board] = ()
+    ) -> None:
+        """Open the run's files; the boards are closed with them."""
         self._num_steps = num_steps
         self._started_at_step = start_step
         self._started = self._last_time = time.perf_counter()
@@ -30,13 +32,7 @@ class Metrics:
         run.mkdir(parents=True, exist_ok=True)
         self._training = _open_after(run / "metrics.jsonl", start_step)
         self._validation = _open_after(run / "validation.jsonl", start_step)
-        # Points after the checkpoint that the run goes on from are written again.
-        self._board = SummaryWriter(str(run / "tensorboard"), purge_step=start_step + 1)
-
-    def hyperparameters(self, config: Any) -> None:
-        """Store the resolved config beside the curves."""
-        text = "\n".join(f"    {key}: {value}" for key, value in flatten(config).items())
-        self._board.add_text("config", text, 0)
+        self._boards = boards
 
     def log(
         self,
@@ -122,18 +118,20 @@ class Metrics:
         for file in (self._training, self._validation):
             file.flush()
             os.fsync(file.fileno())
-        self._board.flush()
+        for board in self._boards:
+            board.flush()
 
     def close(self) -> None:
         """Flush and close, as far as the disk has room: every save has flushed before."""
-        for action in (self.flush, self._training.close, self._validation.close, self._board.close):
+        boards = [board.close for board in self._boards]
+        for action in (self.flush, self._training.close, self._validation.close, *boards):
             with suppress(OSError):
                 action()
 
     def _scalars(self, step: int, values: dict[str, float | None]) -> None:
-        for name, value in values.items():
-            if value is not None:
-                self._board.add_scalar(name, value, step)
+        known = {name: value for name, value in values.items() if value is not None}
+        for board in self._boards:
+            board.scalars(step, known)
 
 
 def _write(file: TextIO, line: dict[str, Any]) -> None:

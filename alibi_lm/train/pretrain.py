@@ -23,6 +23,7 @@ from alibi_lm.model.flops import num_parameters
 from alibi_lm.parallel.mesh import make_mesh
 from alibi_lm.parallel.rules import layout_problems
 from alibi_lm.settings import apply_overrides, digest, examine, load_yaml, to_dict, to_yaml
+from alibi_lm.train.boards import check_boards, open_boards
 from alibi_lm.train.deepspeed_config import (
     batch_problems,
     block_problems,
@@ -100,6 +101,7 @@ def pretrain(path: str | Path, overrides: Sequence[str], local_rank: int, addres
     join_process_group(local_rank)
     config, block = together(lambda: read_config(path, overrides, world_size()))
     raise_if_different("the resolved config", digest(config))
+    together(lambda: check_boards(config) if rank() == 0 else None)
     train, progress = config.train, Progress()
     limits = Limits(train.silence_seconds, train.hang_minutes and 60 * train.hang_minutes)
     with watched(address, limits, progress, Path(config.run.dir) / "train.log"):
@@ -228,6 +230,5 @@ def _open_metrics(config: Config, step: int, peak: str) -> Metrics | None:
     if rank() != 0:
         return None
     console.say(f"mfu is measured against {peak}")
-    metrics = Metrics(Path(config.run.dir), config.train.num_steps, step)
-    metrics.hyperparameters(config)
-    return metrics
+    boards = open_boards(config, step)
+    return Metrics(Path(config.run.dir), config.train.num_steps, step, boards)

@@ -41,6 +41,7 @@ MAY_CHANGE = (
     "train.max_minutes",
     "train.silence_seconds",
     "train.hang_minutes",
+    "train.wandb",
 )
 
 # Files may move; their content is compared by digest (see `data_problems`).

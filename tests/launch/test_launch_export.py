@@ -57,12 +57,14 @@ def test_the_same_weights_give_the_same_folder(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "heads", "kv_heads", "tied"),
-    [("mpt", 12, 4, True), ("bloom", 40, 1, False), ("mpt", 8, None, False),
-     ("bloom", 12, None, True)],
+    [("mpt", 8, None, False), ("bloom", 8, 2, True), ("mpt", 8, 1, True),
+     ("bloom", 12, None, True), ("mpt", 12, 4, True), ("bloom", 12, 1, False),
+     ("mpt", 40, None, True), ("bloom", 40, 8, False), ("bloom", 40, 1, False)],
 )  # fmt: skip
 def test_layouts_agree_with_each_other_and_with_the_stock_class(
     shape: str, heads: int, kv_heads: int | None, tied: bool, tmp_path: Path
 ) -> None:
+    """Every pair of two settings occurs: shape, heads, key/value heads (all, some, one), tied."""
     model: dict[str, Any] = {"shape": shape, "num_layers": 2, "hidden_size": 8 * heads,
                              "num_heads": heads, "num_kv_heads": kv_heads,
                              "vocab_size": VOCAB_SIZE + 1, "tied_embeddings": tied}  # fmt: skip
@@ -84,5 +86,6 @@ def test_layouts_agree_with_each_other_and_with_the_stock_class(
                 assert float((theirs - decoder(tokens[:, :length])).abs().max()) <= 1e-4
             logits.append(theirs)
         greedy = loaded.generate(tokens[:, :9], max_new_tokens=64, do_sample=False)[0, 9:].tolist()
-        assert greedy == generate(decoder, tokens[:, :9], 64)[0][: len(greedy)]
+        assert greedy == generate(decoder, tokens[:, :9], 64)[0]
+        assert len(greedy) == 64
     assert all(float((other - logits[0]).abs().max()) <= 1e-4 for other in logits[1:])

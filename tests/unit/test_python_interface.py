@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
-import pty
 import re
 import subprocess
 import sys
@@ -18,9 +15,9 @@ from alibi_lm import load_run
 from alibi_lm.cli import main
 from alibi_lm.text import Run, _certain
 from tests.unit.hf.small_step import add_tokenizer, write_step
+from tests.unit.terminal import COMMAND, on_terminal
 
 PAGE = Path(__file__).parents[2] / "docs" / "README.md"
-COMMAND = [sys.executable, "-m", "alibi_lm"]
 
 
 @pytest.fixture(scope="module")
@@ -91,29 +88,7 @@ def test_generate_command(place: Path, run: Run) -> None:
 
 
 def test_on_a_terminal_and_in_a_pipe(place: Path) -> None:
-    line = [*COMMAND, "generate", str(place / "runs/demo"), "-p", "def f", "--max-new-tokens", "9"]
-    piped = subprocess.run(line, capture_output=True, check=True)
-    master, slave = pty.openpty()
-    subprocess.run(line, stdout=slave, stderr=slave, stdin=subprocess.DEVNULL, check=True)
-    os.close(slave)
-    shown = b""
-    try:
-        while part := os.read(master, 65536):
-            shown += part
-    except OSError as end:  # of a terminal that nobody writes to any more
-        if end.errno != errno.EIO:
-            raise
-    os.close(master)
-    assert shown.replace(b"\r\n", b"\n") == piped.stdout
-    assert b"\x1b" not in shown
+    line = ["generate", str(place / "runs/demo"), "-p", "def f", "--max-new-tokens", "9"]
+    piped = subprocess.run([*COMMAND, *line], capture_output=True, check=True)
+    assert on_terminal(line) == (0, piped.stdout.decode())
     assert piped.stderr == b""
-
-
-def test_completion_in_bash() -> None:
-    variables = os.environ | {
-        "_ALIBI_LM_COMPLETE": "bash_complete", "COMP_WORDS": "alibi-lm ex", "COMP_CWORD": "1",
-    }  # fmt: skip
-    script = "from alibi_lm.cli import main; main(prog_name='alibi-lm')"
-    done = subprocess.run([sys.executable, "-c", script], env=variables, capture_output=True,
-                          text=True, check=False)  # fmt: skip
-    assert done.stdout == "plain,export\n"

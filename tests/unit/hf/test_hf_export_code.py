@@ -6,8 +6,10 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -104,3 +106,20 @@ def test_what_the_file_does_not_compute_is_refused(
         export(step, tmp_path / "out", with_code=True)
     assert message in str(caught.value)
     assert not (tmp_path / "out").exists()
+
+
+def test_where_memory_is_short_bits_are_compared_and_the_card_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = write_step(tmp_path / "run", {"num_heads": 8, "window": 9})
+    with pytest.raises(ConfigError, match="proof = layers: takes a stock class apart"):
+        export(step, tmp_path / "out", with_code=True, proof="layers")
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1 << 20))
+    facts = export(step, tmp_path / "out", with_code=True)
+    assert facts["proof"]["kind"] == "weights"
+    assert "logits are not" in capsys.readouterr().err
+    assert "logits were **not** compared" in (tmp_path / "out" / "README.md").read_text()
+    stock = write_step(tmp_path / "other", {"num_heads": 8})
+    facts = export(stock, tmp_path / "stock")
+    assert facts["proof"]["kind"] == "layers", "the default of the stock classes"
+    assert (len(facts["proof"]["logits"]), facts["proof"]["greedy_tokens_equal"]) == (2, 4)

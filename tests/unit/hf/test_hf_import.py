@@ -11,7 +11,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from alibi_lm.checkpoint.step import open_run
 from alibi_lm.cli import main
@@ -187,41 +187,3 @@ def test_a_wrong_reading_leaves_nothing(
     with pytest.raises(CheckpointError, match="differ"):
         import_folder(tmp_path / "stock", tmp_path / "deep" / "run", proof=proof)
     assert [path.name for path in tmp_path.iterdir()] == ["stock"]
-
-
-@pytest.mark.parametrize("shape", ["bloom", "mpt"])
-def test_logits_by_block_are_those_of_the_whole_model(shape: str, tmp_path: Path) -> None:
-    from alibi_lm.hf import logits as module
-    from alibi_lm.hf.importing import READINGS
-    from alibi_lm.hf.proof import Pair
-    from alibi_lm.hf.source import SourceFolder
-    from alibi_lm.hf.weights import StepWeights
-
-    write_stock(tmp_path / "stock", shape, tied=False)
-    import_folder(tmp_path / "stock", tmp_path / "run", proof="weights")
-    step, reading = open_run(tmp_path / "run"), READINGS[shape]
-    tokens = torch.randint(VOCAB_SIZE, (1, 280), generator=torch.Generator().manual_seed(5))
-    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "stock", attn_implementation="eager")
-    with (
-        SourceFolder(tmp_path / "stock", reading.prefix) as source,
-        step.reader() as reader,
-        torch.no_grad(),
-    ):
-        model, weights = step.config.model, StepWeights(reader)
-        pair = Pair(tmp_path / "stock", source, reading, stock.config, model, weights)
-        whole = stock.base_model(tokens).last_hidden_state
-        for dtype, step_tokens in ((torch.float32, 280), (torch.float32, 100),
-                                   (torch.float64, 64)):  # fmt: skip
-            layers = pair.stock(dtype)
-            hidden = layers.embed(tokens)
-            for index in range(2):
-                hidden = layers.block(index, 1, hidden, step_tokens)
-            assert float((hidden - whole).abs().max()) <= 5e-5
-            logits = layers.output()(hidden)
-            assert float((logits - stock(tokens).logits).abs().max()) <= 5e-5
-            found = module._layered(model, weights, pair.stock(dtype), tokens, step_tokens)
-            assert found <= 5e-5
-        changed = {name: weights[name] for name in weights}
-        changed["blocks.1.mlp.up.weight"][5] += 0.1
-        found = module._layered(model, changed, pair.stock(torch.float32), tokens, 280)
-        assert found > 1e-4

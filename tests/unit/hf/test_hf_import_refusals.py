@@ -15,7 +15,9 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from alibi_lm.cli import main
+from alibi_lm.hf.export import export
 from tests.unit.hf.folders import write_stock
+from tests.unit.hf.small_step import write_step
 
 NAME = "transformer.h.1.self_attention.query_key_value.weight"
 INDEX = "model.safetensors.index.json"
@@ -28,6 +30,7 @@ def stocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_stock(folder / "whole", "bloom")
     write_stock(folder / "sharded", "bloom", max_shard_size="200KB")
     write_stock(folder / "mpt", "mpt")
+    export(write_step(folder / "own", {"num_heads": 12}), folder / "exported")
     return folder
 
 
@@ -135,6 +138,7 @@ CASES: list[tuple[str, Change, str]] = [
     ("mpt", config(logit_scale=0.5), "logit_scale = 0.5"),
     ("mpt", config(expansion_ratio=2), "expansion_ratio = 2"),
     ("mpt", config(n_heads=7), "config.json: model.num_heads = 7: does not divide"),
+    ("exported", config(n_heads=8), "config.json: was changed since its export"),
     ("sharded", truncated, "safetensors: is damaged"),
     ("sharded", a_lost_shard, "safetensors: is missing"),
     ("sharded", index(lambda m: m.update({NAME: "../whole/model.safetensors"})), "is a path"),

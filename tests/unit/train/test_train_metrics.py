@@ -1,9 +1,7 @@
-"""metrics.jsonl over stops and resumes, and what TensorBoard gets."""
+"""metrics.jsonl over stops and resumes."""
 
 import json
 from pathlib import Path
-
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from alibi_lm.train.engine import StepResult
 from alibi_lm.train.metrics import Metrics
@@ -41,26 +39,3 @@ def test_lines_of_steps_done_again_are_replaced(tmp_path: Path) -> None:
     assert lines[9]["tokens"] == 5120
     validation = [json.loads(line) for line in (tmp_path / "validation.jsonl").open()]
     assert validation == [{"step": 4, "losses": {"64": 3.0, "256": 3.5}}]
-
-
-def test_tensorboard_gets_the_curves(tmp_path: Path) -> None:
-    metrics = Metrics(tmp_path, 10, 0)
-    for step in (1, 2):
-        report(metrics, step)
-    metrics.validation(2, {64: 0.0})
-    metrics.hyperparameters({"train": {"seed": 3}})
-    metrics.close()
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert set(events.Tags()["scalars"]) == {
-        "train/loss",
-        "train/grad_norm",
-        "train/lr",
-        "speed/tokens_per_second",
-        "speed/mfu",
-        "memory/gib",
-        "validation/loss_64",
-        "validation/perplexity_64",
-    }
-    assert [event.step for event in events.Scalars("train/loss")] == [1, 2]
-    assert events.Scalars("validation/perplexity_64")[0].value == 1.0
