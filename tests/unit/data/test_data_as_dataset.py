@@ -36,9 +36,7 @@ def test_documents_come_back(dtype: type, tmp_path: Path) -> None:
     assert copy["input_ids"][:] == DOCUMENTS
 
 
-def test_tokens_are_the_mapped_file_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokens_are_the_mapped_file_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writer = TokenFileWriter(tmp_path / "code_train", np.uint16)
     writer.add_document([5, 6, 1])
     file = writer.finish()

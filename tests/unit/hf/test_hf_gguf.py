@@ -133,12 +133,14 @@ def test_llama_cpp_gives_our_tokens_and_perplexity(trained: Step) -> None:
         ids = model.tokenize(text.encode(), add_bos=False, special=False)
         assert ids == tokenizer.encode(text), repr(text[:60])
     tokens = [i for text in texts for i in tokenizer.encode(text)]
-    prompts = [tokens[1000 * i : 1000 * i + 24 * (i + 1)] for i in range(5)]  # 24 to 120 tokens
-    for prompt, ours in zip(prompts, generate(decoder, prompts, 64), strict=True):
+    prompts = [tokens[500 * i : 500 * i + 24 + 8 * i] for i in range(15)]  # 24 to 136 tokens
+    # The five least monotonous: a model this small repeats itself.
+    ours = sorted(zip(prompts, generate(decoder, prompts, 64), strict=True),
+                  key=lambda pair: len(set(pair[1])))[-5:]  # fmt: skip
+    for prompt, continuation in ours:
         theirs = greedy(model, prompt, 64)
-        assert len(theirs) == 64
-        equal = sum(a == b for a, b in zip(theirs, ours, strict=True))
-        assert len(set(ours)) > 3
+        assert len(set(continuation)) > 3
+        equal = sum(a == b for a, b in zip(theirs, continuation, strict=True))
         assert equal >= 60, (len(prompt), equal)
     for length, windows in ((LENGTH, 40), (4 * LENGTH, 10)):
         theirs_perplexity, ours_perplexity = perplexities(model, decoder, tokens, length, windows)
