@@ -146,6 +146,7 @@ def test_llama_cpp_gives_our_tokens_and_perplexity(trained: Step) -> None:
         theirs_perplexity, ours_perplexity = perplexities(model, decoder, tokens, length, windows)
         assert ours_perplexity < 200  # of 1,000: it has learnt something
         assert abs(theirs_perplexity / ours_perplexity - 1) < 0.01
+    model.close()
 
 
 @real
