@@ -41,6 +41,9 @@ PROOF = click.option(
     help="Write our own modelling file beside the weights, for trust_remote_code: for windows and "
     "position schemes that no stock class computes.",
 )
+@click.option("--push", metavar="REPO", help="Upload the proven folder to the hub's REPO.")
+@click.option("--private/--public", default=None, help="Who sees a REPO made now.  [private]")
+@click.option("--dry-run", is_flag=True, help="With --push: list what would be uploaded.")
 def export(
     run: Path,
     out: Path | None,
@@ -49,17 +52,33 @@ def export(
     tokenizer: bool,
     proof: str | None,
     with_code: bool,
+    push: str | None,
+    private: bool | None,
+    dry_run: bool,
 ) -> None:
     """Write RUN as a Hugging Face folder, reload it, and compare its logits.
 
-    OUT is by default RUN/hf/step_XXXXXXXX.
+    OUT is by default RUN/hf/step_XXXXXXXX. --push needs a login (`hf auth login`, or HF_TOKEN).
     """
+    from alibi_lm.errors import ConfigError, Problem
     from alibi_lm.hf.export import export as run_export
     from alibi_lm.hf.export import open_to_export
+    from alibi_lm.hf.push import check_login, check_name
+    from alibi_lm.hf.push import push as run_push
 
+    if push is not None:
+        check_name(push)
+        if not dry_run:
+            check_login()
+    elif dry_run or private is not None:
+        option = "--dry-run" if dry_run else "--private" if private else "--public"
+        raise ConfigError(Problem(option, None, "says how to push", "give --push REPO too"))
     step = open_to_export(run)
-    run_export(step, out or step.hf_folder, dtype=dtype, format=layout, tokenizer=tokenizer,
+    folder = out or step.hf_folder
+    run_export(step, folder, dtype=dtype, format=layout, tokenizer=tokenizer,
                proof=proof, with_code=with_code)  # fmt: skip
+    if push is not None:
+        run_push(folder, push, private=private is not False, dry_run=dry_run)
 
 
 @click.command("import")

@@ -14,7 +14,7 @@ import alibi_lm
 from alibi_lm import load_run
 from alibi_lm.cli import main
 from alibi_lm.text import Run, _certain
-from tests.unit.hf.small_step import add_tokenizer, write_step
+from tests.unit.hf.small_step import add_tokenizer, add_validation, write_step
 from tests.unit.terminal import COMMAND, on_terminal
 
 PAGE = Path(__file__).parents[2] / "docs" / "README.md"
@@ -25,6 +25,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("place")
     step = write_step(folder / "runs/demo", {"num_heads": 12})
     add_tokenizer(step, folder)
+    add_validation(step, folder / "prepared/demo/stdlib_validation", ["def f(x):\n", "class A:\n"])
     return folder
 
 
@@ -36,7 +37,7 @@ def run(place: Path) -> Run:
 def test_the_examples_of_the_page_run(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)
     blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 7
+    assert len(blocks) == 9
     exec(compile("\n".join(blocks), str(PAGE), "exec"), {})
 
 

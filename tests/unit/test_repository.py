@@ -59,7 +59,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "cli": (*WHOLE_RUNS, "commands", "config", "plan", "claims", "doctor"),
     "__main__": ("cli",),
 }
-PUBLIC = ("model.config", "model.decoder", "text")
+PUBLIC = ("data.as_dataset", "model.config", "model.decoder", "text")
 """Where the names that `alibi_lm` itself offers come from."""
 ABOVE_ITS_PART = {"parallel.pipeline": "model", "data.generated": "tasks"}
 """The module that puts the model's layers on stages lies above both; the one that makes documents

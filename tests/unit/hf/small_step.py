@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,22 +26,28 @@ LENGTH = 24
 LINES = ["def f(x):\n", "\treturn x + 1\n", "class A:\n", "    pass\n", "for i in range(9):\n"]
 
 
-def write_step(folder: Path, model: dict[str, Any], **data: Any) -> Step:
-    """A run with one checkpoint: random weights, LayerNorms and biases not at their defaults."""
+def write_step(
+    folder: Path,
+    model: dict[str, Any],
+    *,
+    length: int = LENGTH,
+    prepare: Callable[[Decoder], None] | None = None,
+    **data: Any,
+) -> Step:
+    """A run with one checkpoint: random weights, LayerNorms and biases not at their defaults.
+
+    `prepare` may do something else with the decoder instead, such as train it.
+    """
     raw = {
         "run": {"dir": str(folder)},
         "model": {"num_layers": 2, "hidden_size": 48, "vocab_size": 307,
                   "initializer_range": 0.1, **model},
         "data": {"corpora": [{"prefix": "code_train"}], **data},
-        "train": {"sequence_length": LENGTH},
+        "train": {"sequence_length": length},
     }  # fmt: skip
     config = build(Config, raw)
     decoder = Decoder(config.model, seed=1)
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for parameter in decoder.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(0.2 * torch.randn_like(parameter))
+    (prepare or _shift_norms)(decoder)
     step_folder = folder / "checkpoints" / "step_00000007"
     step_folder.mkdir(parents=True)
     write_text(step_folder / "config.yaml", to_yaml(config))
@@ -65,6 +72,14 @@ def write_step(folder: Path, model: dict[str, Any], **data: Any) -> Step:
     return open_run(folder)
 
 
+def _shift_norms(decoder: Decoder) -> None:
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+
+
 def add_tokenizer(step: Step, folder: Path) -> None:
     """Train a small tokenizer on `LINES` and put it into the checkpoint."""
     prefix = folder / "tokenizer"
@@ -81,6 +96,7 @@ def add_tokenizer(step: Step, folder: Path) -> None:
 def add_validation(step: Step, prefix: Path, texts: list[str]) -> None:
     """Tokenise documents with the step's tokenizer, each with its end token."""
     tokenizer = load_tokenizer(step.folder / "tokenizer")
+    prefix.parent.mkdir(parents=True, exist_ok=True)
     writer = TokenFileWriter(prefix, np.uint16)
     for text in texts:
         writer.add_document([*tokenizer.encode(text), tokenizer.eos_id])

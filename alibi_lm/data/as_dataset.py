@@ -1,0 +1,33 @@
+"""Prepared token files as a dataset of the `datasets` library."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from alibi_lm.data.indexed import TokenFile
+
+
+def load_corpus(prefix: str | Path) -> Any:
+    """The documents of prepared token files as a `datasets.Dataset`.
+
+    It has one column, `input_ids`: the tokens of a document, the end token included, in the stored
+    type. It lies on the mapped `.bin` file itself, so nothing is read before it is used and no copy
+    is made; `to_iterable_dataset`, `with_format("torch")`, `map` and `to_parquet` do the rest.
+
+    Args:
+        prefix: path without the .bin and .idx endings, such as prepared/demo/stdlib_train.
+
+    Raises:
+        DataError: a file is missing, cut short, or not of this format.
+    """
+    import pyarrow
+    from datasets import Dataset
+    from datasets.table import InMemoryTable
+
+    file = TokenFile(prefix)
+    tokens = pyarrow.array(file.read(0, file.num_tokens))  # no copy of a native numeric array
+    documents = pyarrow.LargeListArray.from_arrays(file.document_starts, tokens)
+    table = InMemoryTable(pyarrow.table({"input_ids": documents}))
+    # A fingerprint of its own: datasets would read the whole table to make one.
+    return Dataset(table, fingerprint=file.digest[:16])
