@@ -13,8 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from alibi_lm.model import flash_attn, flex
 from alibi_lm.model.exact import exact_attention
 from alibi_lm.model.flash import flash_attention
+from alibi_lm.model.flash_horizon import horizon_flash, horizon_plan
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,8 @@ class Request:
     """A tensor where their gradient is wanted."""
     window: int | None
     bias: Tensor | None
+    epsilon: float = 0.0
+    """What each row may leave out of its probability."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,14 @@ class Kernel:
     """Whether it applies a bias by distance, with its gradient."""
     value_width: bool = False
     """Whether the heads of v may have another width than those of q and k."""
+    horizons: bool = False
+    """Whether it leaves out what epsilon allows; the others read everything."""
+    widths: tuple[int, int] = (1, 1 << 30)
+    """Narrowest and widest heads."""
+    least_queries: int = 1
+    """Fewest queries that it is worth, or made for."""
+    missing: Callable[[torch.device], str | None] | None = None
+    """What it needs and this machine does not have; None where nothing is missing."""
 
     def lacks(self, q: Tensor, v: Tensor, request: Request) -> str | None:
         """Why this kernel cannot serve the request, or None where it can."""
@@ -63,12 +75,30 @@ class Kernel:
             return "a bias by distance"
         if v.shape[-1] != q.shape[-1] and not self.value_width:
             return "a width of v other than that of q and k"
-        return None
+        if not self.widths[0] <= q.shape[-1] <= self.widths[1]:
+            return f"heads {q.shape[-1]} wide"
+        if q.shape[2] < self.least_queries:
+            return f"fewer than {self.least_queries} queries"
+        return None if self.missing is None else self.missing(q.device)
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Tensor:
     assert not isinstance(request.slopes, Tensor)
+    if request.slopes is not None and request.epsilon > 0:
+        plan = horizon_plan(q, k, request.slopes, request.epsilon)
+        if plan is not None:
+            return horizon_flash(q, k, v, request.slopes, plan)
     return flash_attention(q, k, v, request.slopes)
+
+
+def _flex(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Tensor:
+    assert not isinstance(request.slopes, Tensor)
+    return flex.attention(q, k, v, request.slopes, request.window, request.epsilon)
+
+
+def _flash_attn(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Tensor:
+    assert not isinstance(request.slopes, Tensor)
+    return flash_attn.attention(q, k, v, request.slopes, request.window)
 
 
 def _exact(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Tensor:
@@ -77,10 +107,14 @@ def _exact(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Tensor:
 
 _HALF = frozenset({torch.bfloat16, torch.float16})
 
-# In order of preference. The exact path is the only one on a GPU so far, and has not yet been run
-# on one.
+# In order of preference. None has been run on a GPU yet: `alibi-lm bench --gpu-check` does that.
 KERNELS: dict[str, Kernel] = {
-    "flash_cpu": Kernel(_flash, frozenset({"cpu"}), _HALF | {torch.float32}),
+    "flash_attn": Kernel(_flash_attn, frozenset({"cuda"}), _HALF, window=True,
+                         widths=(1, flash_attn.WIDEST), missing=flash_attn.missing),
+    "flex": Kernel(_flex, frozenset({"cuda"}), _HALF | {torch.float32}, window=True, horizons=True,
+                   widths=(flex.NARROWEST, flex.WIDEST), least_queries=flex.BLOCK,
+                   missing=flex.missing),
+    "flash_cpu": Kernel(_flash, frozenset({"cpu"}), _HALF | {torch.float32}, horizons=True),
     "exact": Kernel(_exact, None, _HALF | {torch.float32, torch.float64}, slope_gradient=True,
                     window=True, bias=True, value_width=True),
 }  # fmt: skip
@@ -94,6 +128,7 @@ def attention(
     slopes: tuple[float, ...] | Tensor | None,
     window: int | None = None,
     bias: Tensor | None = None,
+    epsilon: float = 0.0,
     kernel: str | None = None,
 ) -> Tensor:
     """softmax(q.k/sqrt(D) - m_h (i - j) + bias_h(i - j)) v over the keys j <= i.
@@ -107,6 +142,9 @@ def attention(
         window: a query sees the keys i - window < j <= i; None sees all before it.
         bias: [H, N], a bias by distance, added to the scores: column min(i - j, N - 1). It may
             need a gradient.
+        epsilon: probability that each row may leave out (`flash_horizon` says what that means for
+            output and gradients), from 0 to below 1. Where nothing is to be gained, or the kernel
+            has no horizons, nothing is left out.
         kernel: a name of `KERNELS` to insist on; by default the first that can serve.
 
     Returns:
@@ -122,7 +160,9 @@ def attention(
         window = None
     if isinstance(slopes, Tensor) and not (torch.is_grad_enabled() and slopes.requires_grad):
         slopes = tuple(slopes.tolist())
-    request = Request(slopes, window, bias)
+    if not 0 <= epsilon < 1:
+        raise ValueError(f"epsilon = {epsilon} is not in [0, 1)")
+    request = Request(slopes, window, bias, epsilon)
     if kernel is None:
         kernel = next(name for name in KERNELS if not KERNELS[name].lacks(q, v, request))
     lacking = KERNELS[kernel].lacks(q, v, request)

@@ -78,69 +78,70 @@ def _scores_over_logsumexp(
 
     "Earlier" is before the row's block of `block` rows.
     """
-    group, width = q.shape[1] // k.shape[1], q.shape[3]
-    offset = k.shape[2] - q.shape[2]
-    scale = 1 / math.sqrt(width)
+    group, (num_queries, width) = q.shape[1] // k.shape[1], q.shape[2:]
+    offset = k.shape[2] - num_queries
     q, k = q.float(), k.float()
-    centre = k.mean(dim=2, keepdim=True).nan_to_num(0.0, 0.0, 0.0)
-    lengths = upper_norms(q) * (1 + _ROUNDING)
-    # What lies before a block, for each of its rows.
-    radii = upper_norms(k - centre) * (1 + 2 * _ROUNDING)
-    before = torch.arange(offset, k.shape[2], block, device=q.device)
-    radius = torch.cat([radii.new_zeros(*radii.shape[:2], 1), radii.cummax(dim=2).values], dim=2)
-    radius = radius[:, :, before].repeat_interleave(block, dim=2)[:, :, : q.shape[2]]
-    largest = upper_norms(k).amax(dim=2, keepdim=True)
 
     def grouped(x: Tensor) -> Tensor:
         return x.repeat_interleave(group, dim=1) if group > 1 else x
 
+    centre = k.mean(dim=2, keepdim=True).nan_to_num(0.0, 0.0, 0.0)
+    lengths = upper_norms(q).double()
+    # What lies before a block, for each of its rows.
+    radii = (upper_norms(k - centre) * (1 + 2 * _ROUNDING)).cummax(dim=2).values
+    longest = (radii[:, :, -1:] + upper_norms(centre)).double()
+    before = torch.arange(offset, k.shape[2], block, device=q.device)
+    radius = torch.where(before > 0, radii[:, :, (before - 1).clamp(min=0)], 0.0)
+    radius = radius.repeat_interleave(block, dim=2)[:, :, :num_queries]
     # Sums of products, not matrix products: those may be told to round their inputs.
-    towards = (q * grouped(centre)).sum(dim=3)
-    own = (q * grouped(k[:, :, offset:])).sum(dim=3)
-    mean, constant = _mean_keys(k, slopes, group)
-    tiles = torch.arange(offset, k.shape[2], device=q.device) // TILE
-    jensen = (q * mean[:, :, tiles]).sum(dim=3).double() * scale
-    jensen = jensen + _distances(constant, tiles, slopes, offset)
-    logsumexp = torch.maximum(own.double() * scale, jensen)
-    score = (towards.double() + lengths.double() * grouped(radius).double()) * scale
+    towards = (q * grouped(centre)).sum(dim=3).double()
+    own = (q * grouped(k[:, :, offset:])).sum(dim=3).double()
+    mean, constant = _mean_keys(k, offset, slopes, group)
+    tiles = _pad(q, TILE, 0.0).unflatten(2, (-1, TILE))
+    jensen = (tiles * mean.unsqueeze(3)).sum(dim=4).flatten(2)[:, :, :num_queries].double()
+    scale = 1 / math.sqrt(width)
+    logsumexp = torch.maximum(own * scale, jensen * scale + constant[:, :num_queries])
+    score = (towards + lengths * grouped(radius).double()) * scale
     # Three products of q with something no longer than a key, and the mean's own sums.
-    error = (3 * (width + 8) + TILE + PAST) * _ROUNDING * lengths.double()
-    return score - logsumexp + error * grouped(largest).double() * scale + _SLACK
+    error = (3 * (width + 8) + TILE + PAST) * _ROUNDING * lengths * grouped(longest) * scale
+    return score - logsumexp + error + _SLACK
 
 
-def _mean_keys(k: Tensor, slopes: tuple[float, ...], group: int) -> tuple[Tensor, Tensor]:
-    """For the rows of each tile of positions, one weighted mean of the keys in tiles before it.
+def _mean_keys(
+    k: Tensor, offset: int, slopes: tuple[float, ...], group: int
+) -> tuple[Tensor, Tensor]:
+    """For the rows of each tile from `offset` on, one weighted mean of keys in tiles before it.
 
     Returns:
-        The mean keys [B, H, tiles, D], fp32, and [2, H, tiles], fp64: the weights' entropy (minus
-        infinity for the first tile, which has none before it) and their mean position.
+        The mean keys [B, H, tiles, D], fp32, and what Jensen's bound has beside the product, the
+        weights' entropy less their mean bias: fp64 [H, rows], minus infinity for rows of a tile
+        that has none before it.
     """
-    tiles = -(-k.shape[2] // TILE)
+    # Tiles begin at the offset; a first one that is not full is never used.
+    front = -offset % TILE
+    if front:
+        k = torch.cat([k.new_zeros(*k.shape[:2], front, k.shape[3]), k], dim=2)
+    first = (offset + front) // TILE
     sums = _pad(k, TILE, 0.0).unflatten(2, (-1, TILE)).mean(dim=3)
     # Tile t sees tiles t - PAST to t - 1.
     past = torch.cat([sums.new_zeros(*sums.shape[:2], PAST, sums.shape[3]), sums], dim=2)
-    past = past[:, :, :-1].unfold(2, PAST, 1)
+    past = past[:, :, first:-1].unfold(2, PAST, 1)
     back = torch.arange(PAST, 0, -1, device=k.device)
     steepness = torch.tensor(slopes, dtype=torch.float64, device=k.device).view(-1, 1, 1)
-    position = torch.arange(tiles, device=k.device).unsqueeze(1) - back
-    weights = (-steepness * TILE * back).masked_fill(position < 0, -math.inf)
-    weights = weights.softmax(dim=2).nan_to_num(0.0)  # [H, tiles, PAST]
-    entropy = -(weights * weights.clamp(min=1e-300).log()).sum(dim=2) + math.log(TILE)
-    entropy[:, 0] = -math.inf
-    where = (weights * (position * TILE + (TILE - 1) / 2)).sum(dim=2)
+    tile = torch.arange(first, sums.shape[2], device=k.device).unsqueeze(1) - back
+    unseen = tile < (1 if front else 0)
+    weights = (-steepness * TILE * back).masked_fill(unseen, -math.inf)
+    # A row of minus infinities has no weights: 0 for all.
+    weights = weights.softmax(dim=2).nan_to_num(0.0)
+    entropy = -torch.special.xlogy(weights, weights).sum(dim=2) + math.log(TILE)
+    entropy = entropy.masked_fill(unseen.all(dim=1), -math.inf)
+    # From a tile's first row back to the middle of each tile before it.
+    distance = (weights * (back * TILE - (TILE - 1) / 2)).sum(dim=2)
+    within = torch.arange(TILE, device=k.device)
+    constant = entropy.unsqueeze(2) - steepness * (distance.unsqueeze(2) + within)
     heads = past.repeat_interleave(group, dim=1) if group > 1 else past
     mean = (heads * weights.float().unsqueeze(2)).sum(dim=4)
-    return mean, torch.stack([entropy, where])
-
-
-def _distances(
-    constant: Tensor, tiles: Tensor, slopes: tuple[float, ...], offset: int
-) -> Tensor:
-    """Jensen's bound but for the product: entropy less the mean bias, fp64 [H, Tq]."""
-    rows = torch.arange(offset, offset + len(tiles), device=tiles.device)
-    entropy, where = constant[:, :, tiles]
-    steepness = torch.tensor(slopes, dtype=torch.float64, device=tiles.device).view(-1, 1)
-    return entropy - steepness * (rows - where)
+    return mean, constant.flatten(1)
 
 
 def _pad(x: Tensor, multiple: int, value: float) -> Tensor:
