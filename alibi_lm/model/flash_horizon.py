@@ -60,7 +60,7 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.
 
 @dataclass(frozen=True)
 class Piece:
-    """One call of the kernel: some heads of some blocks of equal size, and a window of keys each."""
+    """One call of the kernel: some heads of some blocks of equal size, a window of keys each."""
 
     heads: tuple[int, ...]
     first: int

@@ -59,9 +59,7 @@ def attention(
     run = _compiled() if q.device.type == "cuda" else flex_attention
     mask = block_mask(q, k, slopes, window, epsilon)
     bias = None if slopes is None else score_function(slopes, q, k)
-    output = run(
-        q, k, v, score_mod=bias, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1]
-    )
+    output = run(q, k, v, score_mod=bias, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
     return cast(Tensor, output)
 
 

@@ -1,7 +1,7 @@
 """How far back each head must read for a block of queries, before any of its scores is known.
 
-`horizon` has the bound: with b = (q.c + |q| r)/sqrt(D), r the largest |k - c| of the keys before the
-block, a row at position i gives the keys before n at most
+`horizon` has the bound: with b = (q.c + |q| r)/sqrt(D), r the largest |k - c| of the keys before
+the block, a row at position i gives the keys before n at most
 
     e^(b - lse - m(i - n + 1)) / (1 - e^(-m))
 
@@ -71,9 +71,7 @@ def block_starts(
     return bounded.long()
 
 
-def _scores_over_logsumexp(
-    q: Tensor, k: Tensor, slopes: tuple[float, ...], block: int
-) -> Tensor:
+def _scores_over_logsumexp(q: Tensor, k: Tensor, slopes: tuple[float, ...], block: int) -> Tensor:
     """Upper bounds, fp64 [B, H, Tq], of any earlier key's q.k/sqrt(D) less the row's log-sum-exp.
 
     "Earlier" is before the row's block of `block` rows.

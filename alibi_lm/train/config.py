@@ -136,7 +136,9 @@ class TrainConfig:
         for name, example in (("beta1", 0.9), ("beta2", 0.9), ("attention_epsilon", 1e-6)):
             value = getattr(self, name)
             if not 0 <= value < 1:
-                yield Problem(f"{key}{name}", value, "is not in [0, 1)", f"give for example {example}")
+                yield Problem(
+                    f"{key}{name}", value, "is not in [0, 1)", f"give for example {example}"
+                )
         yield from self._relations(key)
 
     def _relations(self, key: str) -> Iterator[Problem]:
