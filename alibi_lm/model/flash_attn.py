@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ WIDEST = 256
 _CAPABILITY = (8, 0)
 
 
+@cache
 def missing(device: torch.device) -> str | None:
     """What this machine lacks for it, or None."""
     if importlib.util.find_spec(PACKAGE) is None:

@@ -29,6 +29,7 @@ ScoreFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
+@cache
 def missing(device: torch.device) -> str | None:
     """What this machine lacks for it, or None."""
     if importlib.util.find_spec("triton") is None:
@@ -56,7 +57,9 @@ def attention(
     Returns:
         [B, H, Tq, D].
     """
-    run = _compiled() if q.device.type == "cuda" else flex_attention
+    run: Callable[..., object] = flex_attention
+    if q.device.type == "cuda":
+        run = _compiled()
     mask = block_mask(q, k, slopes, window, epsilon)
     bias = None if slopes is None else score_function(slopes, q, k)
     output = run(q, k, v, score_mod=bias, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])

@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -245,9 +246,7 @@ def _timings(
         q, k, v, grad = _inputs((1, heads, length, settings.width), heads, length, like)
         leaves = [x.requires_grad_() for x in (q, k, v)]
 
-        def sdpa(leaves: list[Tensor] = leaves) -> Tensor:
-            return F.scaled_dot_product_attention(*leaves, is_causal=True)
-
+        sdpa = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)
         calls: dict[str, Callable[[], Tensor]] = {"sdpa": sdpa}
         for kernel in kernels:
             variants: list[tuple[str, tuple[float, ...] | None, float]] = [

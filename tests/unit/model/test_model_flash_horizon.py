@@ -37,7 +37,8 @@ class Case:
     slopes: tuple[float, ...]
 
     def to(self, dtype: torch.dtype) -> Case:
-        return Case(*(x.to(dtype) for x in (self.q, self.k, self.v, self.grad)), self.slopes)
+        q, k, v, grad = (x.to(dtype) for x in (self.q, self.k, self.v, self.grad))
+        return Case(q, k, v, grad, self.slopes)
 
 
 def noise(seed: int, *shape: int) -> Tensor:

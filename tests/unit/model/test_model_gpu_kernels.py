@@ -72,7 +72,7 @@ def flex_results(case: tuple[Any, ...], epsilon: float = 0.0) -> tuple[list[Tens
     heads, kv_heads, queries, keys, window = case
     parts, slopes = inputs(heads, kv_heads, queries, keys), alibi_slopes(heads)
     leaves = [x.clone().requires_grad_() for x in parts[:3]]
-    output = flex.attention(*leaves, slopes, window, epsilon)
+    output = flex.attention(leaves[0], leaves[1], leaves[2], slopes, window, epsilon)
     found = [output.detach(), *torch.autograd.grad(output, leaves, parts[3])]
     return found, exact_results(parts, slopes, window)
 
@@ -151,7 +151,7 @@ def test_the_compiled_kernel_reads_those_blocks(
     compiled = torch.compile(torch_flex.flex_attention, dynamic=False)
     monkeypatch.setattr(flex, "flex_attention", compiled)
     with torch.no_grad():
-        found = flex.attention(*parts[:3], slopes, window, 1e-9)
+        found = flex.attention(parts[0], parts[1], parts[2], slopes, window, 1e-9)
     assert worst([found], exact_results(parts, slopes, window)[:1]) < 2e-5
 
 
@@ -203,13 +203,13 @@ class TestFlashAttn:
     def test_the_arguments_mean_our_attention(self, case: tuple[Any, ...]) -> None:
         heads, kv_heads, queries, keys, window = case
         parts, slopes = inputs(heads, kv_heads, queries, keys), alibi_slopes(heads)
-        found = flash_attn.attention(*parts[:3], slopes, window)
+        found = flash_attn.attention(parts[0], parts[1], parts[2], slopes, window)
         assert found.shape == parts[0].shape
         assert worst([found], exact_results(parts, slopes, window)[:1]) < 1e-6
 
     def test_without_bias(self) -> None:
         parts = inputs(4, 2, 100, 120)
-        found = flash_attn.attention(*parts[:3], None, None)
+        found = flash_attn.attention(parts[0], parts[1], parts[2], None, None)
         assert worst([found], exact_results(parts, (0.0,) * 4, None)[:1]) < 1e-6
 
 
