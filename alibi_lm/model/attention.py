@@ -52,9 +52,9 @@ class Kernel:
     """Whether the heads of v may have another width than those of q and k."""
     horizons: bool = False
     """Whether it leaves out what epsilon allows; the others read everything."""
-    widths: tuple[int, int] = (1, 1 << 30)
+    widths: tuple[int, int] = (0, 1 << 30)
     """Narrowest and widest heads."""
-    least_queries: int = 1
+    least_queries: int = 0
     """Fewest queries that it is worth, or made for."""
     missing: Callable[[torch.device], str | None] | None = None
     """What it needs and this machine does not have; None where nothing is missing."""
