@@ -42,10 +42,12 @@ from alibi_lm.model.reach import block_starts
 BLOCK = 1024
 """Query rows of a block; below 768 the kernel works in smaller tiles, at twice the cost of a pair
 of query and key."""
-LEAST_KEYS = 4096
-"""Sequences shorter than this are read densely: there is too little to leave out."""
-WORTH = 0.8
-"""Horizons are used where they read at most this share of what the dense path reads."""
+LEAST_QUERIES = 6 * BLOCK
+"""Shorter sequences are read densely, and no norm is taken: what could be left out of them costs
+about as much as it saves."""
+WORTH = 0.6
+"""Horizons are used where they read at most this share of the dense path's pairs of query and key;
+a pair costs more there."""
 ALIKE = 1.25
 """Heads, and neighbouring blocks, go together whose longest reach is at most this many times the
 shortest."""
@@ -83,6 +85,12 @@ class Piece:
         """All rows of the piece."""
         return slice(self.first, self.first + self.count * self.size)
 
+    @property
+    def pairs(self) -> float:
+        """Pairs of query and key that it reads."""
+        read = len(self.heads) * self.count * self.size * self.length
+        return read / 2 if self.causal else read
+
     def windows(self) -> Iterator[slice]:
         """The keys of each block."""
         for index in range(self.count):
@@ -107,18 +115,16 @@ def horizon_plan(
         Pieces, the blocks' own keys first.
     """
     num_queries, num_keys = q.shape[2], k.shape[2]
-    if epsilon <= 0 or min(slopes) <= 0 or num_queries < LEAST_KEYS:
+    if epsilon <= 0 or min(slopes) <= 0 or num_queries < LEAST_QUERIES:
         return None
     offset = num_keys - num_queries
     begins = torch.arange(offset, num_keys, BLOCK)
     starts = block_starts(q, k, slopes, epsilon, BLOCK).amin(dim=0)
     reaches = begins - starts
     reaches = torch.minimum(-(-reaches // GRID) * GRID, begins)
-    # Of its own keys a block reads half.
-    dense = float((begins + BLOCK / 2).mean())
-    if float((reaches + BLOCK / 2).double().mean()) > WORTH * dense:
-        return None
-    return [*_own(len(slopes), num_queries, offset), *_far(reaches, num_queries, offset)]
+    plan = [*_own(len(slopes), num_queries, offset), *_far(reaches, num_queries, offset)]
+    dense = len(slopes) * num_queries * (offset + num_queries / 2)
+    return plan if sum(piece.pairs for piece in plan) <= WORTH * dense else None
 
 
 def horizon_flash(
