@@ -249,9 +249,30 @@ def convert_checkpoint(run: Path, out: Path, shards: int, weights_only: bool) ->
     console.say(f"checkpoint {written}")
 
 
-@main.group(cls=Commands)
-def bench() -> None:
+@main.group(cls=Commands, invoke_without_command=True)
+@click.option("--gpu-check", is_flag=True, help="The same as the command gpu-check.")
+@click.pass_context
+def bench(context: click.Context, gpu_check: bool) -> None:
     """Measure speeds: ratios taken in one run on this machine."""
+    if gpu_check and context.invoked_subcommand is None:
+        context.invoke(check_gpu)
+    elif context.invoked_subcommand is None:
+        raise click.UsageError("Missing command.", context)
+
+
+@bench.command("gpu-check")
+@click.option("--out", type=click.Path(path_type=Path), default="gpu_check.json",
+              show_default=True, help="Where the result goes.")  # fmt: skip
+def check_gpu(out: Path) -> None:
+    """Compare every attention kernel of this GPU with float64, and time it.
+
+    Output and gradients with head counts, shared key heads, windows and cached queries; then the
+    time of each to torch's attention without biases, and of a training step of 125M parameters.
+    Exits with 2 where an error is too large.
+    """
+    from alibi_lm.model.gpu_check import GpuCheck, gpu_check
+
+    sys.exit(EXIT_USER_ERROR if gpu_check(GpuCheck(), out)["failed"] else 0)
 
 
 for _part in (bench_train, long_inputs, tokenize, load, loss, start):

@@ -13,9 +13,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from alibi_lm.model import flash_attn, flex
 from alibi_lm.model.exact import exact_attention
 from alibi_lm.model.flash import flash_attention
-from alibi_lm.native.attention import native_attention, why_not
+from alibi_lm.model.flash_horizon import horizon_flash, horizon_plan
+from alibi_lm.model.reach import block_starts
+from alibi_lm.native.attention import BLOCK, native_attention, why_not
+
+NATIVE_LEAST_QUERIES = 4096
+"""Shorter sequences are read densely by the native kernel: norms cost as much as they save."""
+NATIVE_WORTH = 0.25
+"""It uses horizons where they leave out at least this share of the keys before the blocks."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +34,8 @@ class Request:
     """A tensor where their gradient is wanted."""
     window: int | None
     bias: Tensor | None
+    epsilon: float = 0.0
+    """What each row may leave out of its probability."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +57,14 @@ class Kernel:
     """Whether it applies a bias by distance, with its gradient."""
     value_width: bool = False
     """Whether the heads of v may have another width than those of q and k."""
+    horizons: bool = False
+    """Whether it leaves out what epsilon allows; the others read everything."""
+    widths: tuple[int, int] = (0, 1 << 30)
+    """Narrowest and widest heads."""
+    least_queries: int = 0
+    """Fewest queries that it is worth, or made for."""
+    missing: Callable[[torch.device], str | None] | None = None
+    """What it needs and this machine does not have; None where nothing is missing."""
     why_not: Callable[[Tensor, Tensor, Tensor], str | None] | None = None
     """What else keeps it from q, k and v that pass all the above."""
 
@@ -66,17 +84,53 @@ class Kernel:
             return "a bias by distance"
         if v.shape[-1] != q.shape[-1] and not self.value_width:
             return "a width of v other than that of q and k"
-        return None if self.why_not is None else self.why_not(q, k, v)
+        if not self.widths[0] <= q.shape[-1] <= self.widths[1]:
+            return f"heads {q.shape[-1]} wide"
+        if q.shape[2] < self.least_queries:
+            return f"fewer than {self.least_queries} queries"
+        missing = None if self.missing is None else self.missing(q.device)
+        if missing or self.why_not is None:
+            return missing
+        return self.why_not(q, k, v)
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Tensor:
     assert not isinstance(request.slopes, Tensor)
+    if request.slopes is not None and request.epsilon > 0:
+        plan = horizon_plan(q, k, request.slopes, request.epsilon)
+        if plan is not None:
+            return horizon_flash(q, k, v, request.slopes, plan)
     return flash_attention(q, k, v, request.slopes)
 
 
 def _native(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Tensor:
     assert not isinstance(request.slopes, Tensor)
-    return native_attention(q, k, v, request.slopes, request.window)
+    starts = None
+    if request.slopes and request.epsilon > 0 and request.window is None:
+        starts = _native_starts(q, k, request.slopes, request.epsilon)
+    return native_attention(q, k, v, request.slopes, request.window, starts)
+
+
+def _native_starts(
+    q: Tensor, k: Tensor, slopes: tuple[float, ...], epsilon: float
+) -> Tensor | None:
+    """The first key of each block of queries, or None where horizons would save too little."""
+    if q.shape[2] < NATIVE_LEAST_QUERIES or min(slopes) <= 0:
+        return None
+    starts = block_starts(q, k, slopes, epsilon, BLOCK)
+    ends = torch.arange(k.shape[2] - q.shape[2], k.shape[2], BLOCK)
+    left_out = starts.sum() / (ends.sum() * starts.shape[0] * starts.shape[1])
+    return starts.int() if float(left_out) >= NATIVE_WORTH else None
+
+
+def _flex(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Tensor:
+    assert not isinstance(request.slopes, Tensor)
+    return flex.attention(q, k, v, request.slopes, request.window, request.epsilon)
+
+
+def _flash_attn(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Tensor:
+    assert not isinstance(request.slopes, Tensor)
+    return flash_attn.attention(q, k, v, request.slopes, request.window)
 
 
 def _exact(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Tensor:
@@ -85,13 +139,17 @@ def _exact(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Tensor:
 
 _HALF = frozenset({torch.bfloat16, torch.float16})
 
-# In order of preference; "native_cpu" is compiled where it is first used. The exact path is the
-# only one on a GPU so far, and has not yet been run
-# on one.
+# In order of preference; "native_cpu" is compiled where it is first used. None has been run on a
+# GPU yet: `alibi-lm bench --gpu-check` does that.
 KERNELS: dict[str, Kernel] = {
     "native_cpu": Kernel(_native, frozenset({"cpu"}), frozenset({torch.bfloat16}), window=True,
-                         why_not=why_not),
-    "flash_cpu": Kernel(_flash, frozenset({"cpu"}), _HALF | {torch.float32}),
+                         horizons=True, why_not=why_not),
+    "flash_attn": Kernel(_flash_attn, frozenset({"cuda"}), _HALF, window=True,
+                         widths=(1, flash_attn.WIDEST), missing=flash_attn.missing),
+    "flex": Kernel(_flex, frozenset({"cuda"}), _HALF | {torch.float32}, window=True, horizons=True,
+                   widths=(flex.NARROWEST, flex.WIDEST), least_queries=flex.BLOCK,
+                   missing=flex.missing),
+    "flash_cpu": Kernel(_flash, frozenset({"cpu"}), _HALF | {torch.float32}, horizons=True),
     "exact": Kernel(_exact, None, _HALF | {torch.float32, torch.float64}, slope_gradient=True,
                     window=True, bias=True, value_width=True),
 }  # fmt: skip
@@ -105,6 +163,7 @@ def attention(
     slopes: tuple[float, ...] | Tensor | None,
     window: int | None = None,
     bias: Tensor | None = None,
+    epsilon: float = 0.0,
     kernel: str | None = None,
 ) -> Tensor:
     """softmax(q.k/sqrt(D) - m_h (i - j) + bias_h(i - j)) v over the keys j <= i.
@@ -118,6 +177,9 @@ def attention(
         window: a query sees the keys i - window < j <= i; None sees all before it.
         bias: [H, N], a bias by distance, added to the scores: column min(i - j, N - 1). It may
             need a gradient.
+        epsilon: probability that each row may leave out (`flash_horizon` says what that means for
+            output and gradients), from 0 to below 1. Where nothing is to be gained, or the kernel
+            has no horizons, nothing is left out.
         kernel: a name of `KERNELS` to insist on; by default the first that can serve.
 
     Returns:
@@ -133,7 +195,9 @@ def attention(
         window = None
     if isinstance(slopes, Tensor) and not (torch.is_grad_enabled() and slopes.requires_grad):
         slopes = tuple(slopes.tolist())
-    request = Request(slopes, window, bias)
+    if not 0 <= epsilon < 1:
+        raise ValueError(f"epsilon = {epsilon} is not in [0, 1)")
+    request = Request(slopes, window, bias, epsilon)
     if kernel is None:
         kernel = next(name for name in KERNELS if not KERNELS[name].lacks(q, k, v, request))
     lacking = KERNELS[kernel].lacks(q, k, v, request)

@@ -105,11 +105,16 @@ class Embedding(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention with the config's positions, window and key/value heads."""
+    """Causal self-attention with the config's positions, window and key/value heads.
+
+    Attributes:
+        epsilon: probability that a head and row may leave out in training; 0 leaves out nothing.
+    """
 
     def __init__(self, config: ModelConfig, tp: Axis = ALONE) -> None:
         super().__init__()
         self.config = config
+        self.epsilon = 0.0
         bias, width = config.shape == "bloom", config.hidden_size
         # Neighbouring ranks hold a key/value head alike where there are fewer of them than ranks.
         copies = max(1, tp.size // config.kv_heads)
@@ -146,7 +151,10 @@ class Attention(nn.Module):
         if self.config.position == "alibi_learned":
             assert self.slopes is not None
             slopes = learned_slopes(self.slopes, self.log_slope_ratio)
-        mixed = attention(q, k, v, slopes=slopes, window=self.config.window, bias=bias)
+        epsilon = self.epsilon if self.training and cache is None else 0.0
+        mixed = attention(
+            q, k, v, slopes=slopes, window=self.config.window, bias=bias, epsilon=epsilon
+        )
         return self.output(mixed.transpose(1, 2).flatten(2))
 
     def current_slopes(self) -> tuple[float, ...] | None:
@@ -167,6 +175,13 @@ class Attention(nn.Module):
             for part in self.qkv(hidden).split(self.widths, dim=-1)
         )
         return q, k, v
+
+
+def set_attention_epsilon(model: nn.Module, epsilon: float) -> None:
+    """Let the attention of all of a model's blocks leave out so much in training."""
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.epsilon = epsilon
 
 
 class MLP(nn.Module):

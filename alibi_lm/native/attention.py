@@ -10,6 +10,8 @@ from torch.autograd.function import once_differentiable
 
 from alibi_lm.native.build import unavailable
 
+BLOCK = 64
+"""Queries of a block: `kQueries` of the C++."""
 FEWEST_QUERIES = 16
 """The kernel takes 64 queries at a time; with less than this, most of its work would be thrown
 away."""
@@ -32,7 +34,12 @@ def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
 
 
 def native_attention(
-    q: Tensor, k: Tensor, v: Tensor, slopes: tuple[float, ...] | None, window: int | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slopes: tuple[float, ...] | None,
+    window: int | None,
+    starts: Tensor | None = None,
 ) -> Tensor:
     """Attention of `attention.attention` without learned bias.
 
@@ -41,29 +48,37 @@ def native_attention(
         k, v: [B, KV, Tk, D].
         slopes: H slopes or None.
         window: keys that a query sees, or None.
+        starts: int32 [B, H, blocks of `BLOCK` queries], keys before which a block need not read;
+            forward and backward pass leave out the same ones. None reads all.
 
     Returns:
         [B, H, Tq, D], whose memory lies as [B, Tq, H, D].
     """
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    return _Native.apply(q, k, v, slopes or (), window or 0)
+    return _Native.apply(q, k, v, slopes or (), window or 0, starts)
 
 
 class _Native(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, slopes: tuple[float, ...], window: int
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        slopes: tuple[float, ...],
+        window: int,
+        starts: Tensor | None,
     ) -> Tensor:
-        output, logsumexp = torch.ops.alibi_lm.attention_forward(q, k, v, slopes, window, None)
-        ctx.slopes, ctx.window = slopes, window
+        output, logsumexp = torch.ops.alibi_lm.attention_forward(q, k, v, slopes, window, starts)
+        ctx.slopes, ctx.window, ctx.starts = slopes, window, starts
         ctx.save_for_backward(q, k, v, output, logsumexp)
         return output
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad = grad if grad.stride(-1) == 1 else grad.contiguous()
         dq, dk, dv = torch.ops.alibi_lm.attention_backward(
-            grad, *ctx.saved_tensors, ctx.slopes, ctx.window, None
+            grad, *ctx.saved_tensors, ctx.slopes, ctx.window, ctx.starts
         )
-        return dq, dk, dv, None, None
+        return dq, dk, dv, None, None, None

@@ -132,10 +132,7 @@ inline void backward_head(const Head& head, BackwardBuffers& buffer, const Bias&
       if (bias.window > 0) low = std::max(low, head.offset + block - bias.window + 1);
       low = std::max(key, low / kQueries * kQueries);
       const int64_t high = std::min(end, head.offset + block + count);
-      if (low >= high) {
-        if (low >= end) break;  // blocks behind this one begin no earlier
-        continue;
-      }
+      if (low >= high) continue;
       backward_block(head, buffer, bias, block, low, high - low, buffer.keys + (low - key), stride);
     }
   }

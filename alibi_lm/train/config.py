@@ -88,6 +88,9 @@ class TrainConfig:
     activation_checkpointing: bool = False
     """Whether blocks are computed again in the backward pass instead of kept."""
 
+    attention_epsilon: float = 1e-6
+    """Probability that a head may leave out of each row of long samples; 0 computes all of it."""
+
     log_interval: int = 10
     """Steps between log lines, metrics.jsonl lines and TensorBoard points."""
     max_minutes: float | None = None
@@ -151,10 +154,11 @@ class TrainConfig:
         if self.silence_seconds is not None and self.silence_seconds < 5:
             rule = "is less than 5; signs of life come once a second"
             yield Problem(f"{key}silence_seconds", self.silence_seconds, rule, "give at least 5")
-        for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
+        for name, example in (("beta1", 0.9), ("beta2", 0.9), ("attention_epsilon", 1e-6)):
+            value = getattr(self, name)
+            if not 0 <= value < 1:
                 yield Problem(
-                    f"{key}{name}", getattr(self, name), "is not in [0, 1)", "give for example 0.9"
+                    f"{key}{name}", value, "is not in [0, 1)", f"give for example {example}"
                 )
         yield from self._relations(key)
 

@@ -17,6 +17,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from alibi_lm.checkpoint.fragments import FragmentReader
 from alibi_lm.config import Config
+from alibi_lm.model.layers import set_attention_epsilon
 from alibi_lm.parallel.mesh import Mesh
 from alibi_lm.train import state
 from alibi_lm.train.deepspeed_config import zero_stage
@@ -70,6 +71,7 @@ class Engine(ABC):
         # DeepSpeed prints its layers and memory unasked; an exception is not swallowed by this.
         with contextlib.redirect_stdout(io.StringIO()):
             model, unit = self._make_model(ds_config, config.train.seed if initial else None)
+            set_attention_epsilon(model, config.train.attention_epsilon)
             self.deepspeed, *_ = deepspeed.initialize(
                 model=model,
                 model_parameters=parameter_groups(model, config.train.weight_decay),
