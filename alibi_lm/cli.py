@@ -15,6 +15,7 @@ from alibi_lm import __version__
 from alibi_lm.commands.arguments import OVERRIDES, RUN, Commands
 from alibi_lm.commands.bench_long import long_inputs
 from alibi_lm.commands.bench_parts import load, loss, start, tokenize
+from alibi_lm.commands.bench_train import attention_alone
 from alibi_lm.commands.bench_train import train as bench_train
 from alibi_lm.commands.evals import compare, eval_group, report
 from alibi_lm.commands.exchange import export, import_command
@@ -275,5 +276,5 @@ def check_gpu(out: Path) -> None:
     sys.exit(EXIT_USER_ERROR if gpu_check(GpuCheck(), out)["failed"] else 0)
 
 
-for _part in (bench_train, long_inputs, tokenize, load, loss, start):
+for _part in (bench_train, attention_alone, long_inputs, tokenize, load, loss, start):
     bench.add_command(_part)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -56,6 +57,14 @@ def available(name: str) -> bool:
     """Whether the peer's package is installed."""
     package = {"x-transformers": "x_transformers"}.get(name)
     return package is None or importlib.util.find_spec(package) is not None
+
+
+def import_packages(name: str) -> None:
+    """Import what a model needs, so that its memory is not taken for the model's."""
+    if name in STOCK:
+        importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+    if name == X_TRANSFORMERS:
+        importlib.import_module("x_transformers")
 
 
 def make(name: str, shape: Shape) -> Losses:

@@ -6,6 +6,7 @@ So each model's memory is its own, and steps of several models can take turns.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import multiprocessing
 import os
@@ -20,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from alibi_lm.bench.machine import profile_step
-from alibi_lm.bench.peers import SIZES, Shape, make
+from alibi_lm.bench.peers import SIZES, Shape, import_packages, make
 from alibi_lm.config import Config
 from alibi_lm.memory import keep_freed_memory, peak_resident_bytes, resident_bytes
 from alibi_lm.settings import build
@@ -54,7 +55,7 @@ class Trainee:
         return float(self._ask("step"))
 
     def memory(self) -> int:
-        """Bytes by which the process's peak is above what it held with the model ready."""
+        """Bytes by which the process's peak is above what it held before it made the model."""
         return int(self._ask("memory"))
 
     def profile(self) -> dict[str, float]:
@@ -102,8 +103,11 @@ def _serve(pipe: Connection, job: Job) -> None:
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=0, world_size=1)
         deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
-        step = _engine_step(job)
+        # What the step needs: memory is counted from here on.
+        importlib.import_module("alibi_lm.train.engine")
+        import_packages(job.name)
         before = resident_bytes()
+        step = _engine_step(job)
         answers: dict[str, Callable[[], Any]] = {
             "step": lambda: _seconds(step),
             "memory": lambda: peak_resident_bytes() - before,

@@ -40,8 +40,10 @@ from alibi_lm.commands.arguments import RUN
     show_default=True,
     help="Position at which to time decoding; give it several times.",
 )
-@click.option("--precision", type=click.Choice(["fp32", "bf16"]), default="bf16", show_default=True)
-@click.option("--repeats", type=click.IntRange(1), default=7, show_default=True)
+@click.option("--precision", type=click.Choice(["fp32", "bf16"]), default="bf16", show_default=True,
+              help="Arithmetic of what is measured.")  # fmt: skip
+@click.option("--repeats", type=click.IntRange(1), default=7, show_default=True,
+              help="Turns; medians are taken over them.")  # fmt: skip
 @click.option(
     "--curve",
     type=click.IntRange(0),

@@ -59,10 +59,14 @@ def load(prefix: Path, gigabytes: float, keep: bool, repeats: int, path: Path | 
 
 
 @click.command()
-@click.option("--precision", type=click.Choice(["fp32", "bf16"]), default="bf16", show_default=True)
-@click.option("--vocab-size", type=click.IntRange(2), default=250_880, show_default=True)
-@click.option("--hidden-size", type=click.IntRange(1), default=1024, show_default=True)
-@click.option("--num-tokens", type=click.IntRange(1), default=4096, show_default=True)
+@click.option("--precision", type=click.Choice(["fp32", "bf16"]), default="bf16", show_default=True,
+              help="Arithmetic of what is measured.")  # fmt: skip
+@click.option("--vocab-size", type=click.IntRange(2), default=250_880, show_default=True,
+              help="Rows of the output matrix.")  # fmt: skip
+@click.option("--hidden-size", type=click.IntRange(1), default=1024, show_default=True,
+              help="Its width.")  # fmt: skip
+@click.option("--num-tokens", type=click.IntRange(1), default=4096, show_default=True,
+              help="Tokens of one loss.")  # fmt: skip
 @REPEATS
 @JSON
 def loss(

@@ -11,8 +11,15 @@ from alibi_lm.commands.bench_parts import JSON, REPEATS
 
 
 @click.command()
-@click.option("--size", type=click.Choice(["4m", "125m"]), default="4m", show_default=True)
-@click.option("--sequence-length", type=click.IntRange(16), default=512, show_default=True)
+@click.option(
+    "--size",
+    type=click.Choice(["4m", "125m"]),
+    default="4m",
+    show_default=True,
+    help="4m: 4 layers, 256 wide, 8 heads; 125m: 12 layers, 768 wide, 12 heads.",
+)
+@click.option("--sequence-length", type=click.IntRange(16), default=512, show_default=True,
+              help="Tokens of a sequence.")  # fmt: skip
 @click.option("--num-tokens", type=click.IntRange(16), default=4096, show_default=True,
               help="Tokens of a step.")  # fmt: skip
 @click.option("--model", "names", multiple=True, default=("alibi", "none", "mpt", "bloom"),
@@ -37,3 +44,22 @@ def train(
     from alibi_lm.bench.train import TrainBenchmark, benchmark_train
 
     benchmark_train(TrainBenchmark(size, sequence_length, num_tokens, names, repeats), path)
+
+
+@click.command("attention")
+@click.option("--size", type=click.Choice(["4m", "125m"]), default="4m", show_default=True,
+              help="Whose heads: 8 of width 32, or 12 of width 64.")  # fmt: skip
+@click.option("--length", "lengths", type=click.IntRange(16), multiple=True, default=(512, 2048),
+              show_default=True, help="Tokens of a sequence; give it several times.")  # fmt: skip
+@click.option("--num-tokens", type=click.IntRange(16), default=4096, show_default=True,
+              help="Tokens of a call.")  # fmt: skip
+@REPEATS
+@JSON
+def attention_alone(
+    size: str, lengths: Sequence[int], num_tokens: int, repeats: int, path: Path | None
+) -> None:
+    """Attention alone, forward and backward, beside torch's kernels and the eager way, in turns."""
+    from alibi_lm.bench.attention import AttentionBenchmark, benchmark_attention
+
+    settings = AttentionBenchmark(size, lengths, num_tokens, repeats=repeats)
+    benchmark_attention(settings, path)

@@ -68,7 +68,7 @@ def listed(folder: Path) -> dict[str, int]:
 
 
 def push(folder: Path, repo: str, *, private: bool = True, dry_run: bool = False) -> str | None:
-    """Upload an exported folder as one commit to the hub's model repository `repo`.
+    """Upload an exported folder to the hub's model repository `repo`.
 
     The repository is made if there is none; one that is there keeps who may see it, and its other
     files, except for weights and tokenizer files that the export does not have.

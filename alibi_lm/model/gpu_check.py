@@ -168,7 +168,7 @@ def _correctness(
         slopes = alibi_slopes(heads)
         exact = exact_results(inputs, slopes, window)
         for kernel in kernels:
-            lacking = KERNELS[kernel].lacks(inputs[0], inputs[2], Request(slopes, window, None))
+            lacking = KERNELS[kernel].lacks(*inputs[:3], Request(slopes, window, None))
             if lacking:
                 continue
             found = _run(inputs, slopes, window, kernel)
@@ -197,7 +197,7 @@ def _horizons(
         largest = float(inputs[2].double().norm(dim=-1).max())
         for kernel in kernels:
             request = Request(slopes, None, None, EPSILON)
-            if not KERNELS[kernel].horizons or KERNELS[kernel].lacks(inputs[0], inputs[2], request):
+            if not KERNELS[kernel].horizons or KERNELS[kernel].lacks(*inputs[:3], request):
                 continue
             own, ours = (
                 float((_run(inputs, slopes, None, kernel, epsilon)[0].double() - exact)
@@ -256,7 +256,7 @@ def _timings(
                 variants.append((" horizons", slopes, 1e-6))
             for suffix, biases, epsilon in variants:
                 request = Request(biases, None, None, epsilon)
-                if KERNELS[kernel].lacks(q, v, request) is None:
+                if KERNELS[kernel].lacks(q, k, v, request) is None:
                     calls[kernel + suffix] = _call(leaves, biases, epsilon, kernel)
         yield {
             "length": length,

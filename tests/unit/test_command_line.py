@@ -90,7 +90,7 @@ def test_exit_codes_are_documented() -> None:
     [
         (["ex"], ["export"]),
         (["checkpoint", ""], ["convert", "list", "verify"]),
-        (["export", "--pr"], ["--proof"]),
+        (["export", "--pro"], ["--proof"]),
         (["export", "--dtype", "f"], ["fp16", "fp32"]),
         (["eval", "perp"], ["perplexity"]),
     ],

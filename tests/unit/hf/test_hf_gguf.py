@@ -64,7 +64,7 @@ def test_the_folder_is_what_the_converter_takes(tmp_path: Path) -> None:
     files = sorted(path.name for path in out.glob("*.safetensors"))
     assert files == sorted(set(index.values()))
     assert all(name.startswith("model") for name in files)
-    stored = {}
+    stored: dict[str, str] = {}
     for file in files:
         with safe_open(out / file, "pt") as tensors:
             stored |= {name: file for name in tensors.keys()}  # noqa: SIM118

@@ -43,7 +43,7 @@ OUTSIDE = {
 def parameters(shape: str) -> dict[str, tuple[int, ...]]:
     """The parameters that the loader makes: it knows no name beside them."""
     blocks, embedding, norms = OUTSIDE[shape]
-    found = {f"{embedding}.weight": (VOCABULARY, HIDDEN)}
+    found: dict[str, tuple[int, ...]] = {f"{embedding}.weight": (VOCABULARY, HIDDEN)}
     for layer in range(LAYERS):
         norms = [*norms, *(f"{blocks}.{layer}.{name}" for name in NORMS[shape])]
         for name, (rows, columns) in LINEARS[shape].items():

@@ -45,11 +45,16 @@ def test_linear_gives_what_torchs_gives(bias: bool) -> None:
         leaves = [x.clone().requires_grad_() for x in (values, weight, offset)]
         output = function(leaves[0], leaves[1], leaves[2] if bias else None)
         output.backward(grad)
-        results.append([output, *(x.grad for x in leaves[: 3 if bias else 2])])
+        results.append([output, *(_gradient(x) for x in leaves[: 3 if bias else 2])])
     for ours, theirs in zip(*results, strict=True):
         assert ours.shape == theirs.shape
         assert (ours.double() - theirs.double()).abs().max() <= 2**-7 * theirs.double().abs().max()
     assert torch.equal(results[0][0], results[1][0])
+
+
+def _gradient(leaf: torch.Tensor) -> torch.Tensor:
+    assert leaf.grad is not None
+    return leaf.grad
 
 
 def test_loss_and_gradients_of_large_and_uneven_logits() -> None:

@@ -1,0 +1,104 @@
+"""Benchmarks of a training step and of attention run and say what they measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from alibi_lm.bench.attention import AttentionBenchmark, _eager, _ways, benchmark_attention
+from alibi_lm.bench.machine import PARTS, Product, product_rate, products, profile_step
+from alibi_lm.bench.peers import OURS, SIZES, STOCK, Shape, make
+from alibi_lm.cli import main
+from alibi_lm.model.flops import num_parameters
+
+SMALL = {"num_layers": 2, "hidden_size": 64, "num_heads": 4, "vocab_size": 256}
+
+
+@pytest.fixture
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SIZES, "4m", SMALL)
+
+
+def test_models_take_turns_in_processes_of_their_own(tmp_path: Path) -> None:
+    """The command itself, on its smaller size: three steps of ours and of a stock class."""
+    path = tmp_path / "result.json"
+    done = CliRunner().invoke(
+        main, ["bench", "train", "--sequence-length", "32", "--num-tokens", "64", "--repeats", "3",
+               "--model", "alibi", "--model", "mpt", "--json", str(path)],
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    result = json.loads(path.read_text())
+    assert list(result["models"]) == ["alibi", "mpt"]
+    for found in result["models"].values():
+        assert len(found["seconds"]) == 3
+        assert found["peak_bytes"] > 0
+        assert found["mfu"] == pytest.approx(
+            found["tokens_per_second"] * 6 * 4.2e6 / result["product_rate"], rel=0.9
+        )
+    assert result["models"]["alibi"]["time"]["median"] == 1
+    assert "| mpt |" in done.output
+    assert set(result["profile"]) == {*PARTS, "other", "all"}
+    assert result["profile"]["products"] > 0
+
+
+@pytest.mark.usefixtures("_small")
+@pytest.mark.parametrize("name", [*OURS, *STOCK])
+def test_peers_are_of_the_same_size_and_learn(name: str) -> None:
+    losses = make(name, Shape("4m", 32))
+    tokens = torch.randint(SMALL["vocab_size"], (2, 33), generator=torch.Generator().manual_seed(0))
+    wanted = num_parameters(Shape("4m", 32).model("alibi"))
+    assert sum(p.numel() for p in losses.parameters()) == pytest.approx(wanted, rel=0.03)
+    optimizer = torch.optim.AdamW(losses.parameters(), lr=1e-2)
+    values = []
+    for _ in range(6):
+        loss = losses(tokens)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        values.append(float(loss.detach()))
+    assert values[-1] < values[0] - 0.3
+
+
+def test_products_are_those_of_a_forward_pass() -> None:
+    found = products(SMALL, 10)
+    matrices = 2 * 12 * 64 * 64 + 256 * 64
+    assert sum(each.flops for each in found) == 2 * 10 * matrices
+    assert Product(10, 64, 256, 1) in found
+    assert product_rate(SMALL, 10)() > 0
+
+
+def test_a_profile_finds_the_parts() -> None:
+    left = torch.randn(200, 200)
+    parts = profile_step(lambda: torch.nn.functional.gelu(left @ left).sum())
+    assert parts["products"] > 0
+    assert parts["gelu"] > 0
+    assert parts["attention"] == 0
+    assert parts["all"] == pytest.approx(sum(v for k, v in parts.items() if k != "all"))
+
+
+def test_every_way_of_attention_is_the_same_attention() -> None:
+    q, k, v = torch.randn(3, 1, 4, 300, 16).bfloat16().unbind(0)
+    ways = _ways(4, 300, 4096, q)
+    distance = torch.arange(300)[:, None] - torch.arange(300)
+    slopes = torch.tensor([2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8]).view(-1, 1, 1)
+    bias = (-slopes * distance).masked_fill(distance < 0, -torch.inf)
+    exact = {True: _eager(bias.double(), q.double(), k.double(), v.double()),
+             False: _eager((0 * bias).nan_to_num(0).masked_fill(distance < 0, -torch.inf).double(),
+                           q.double(), k.double(), v.double())}  # fmt: skip
+    for name, way in ways.items():
+        biased = "no bias" not in name and "without" not in name
+        # A bias in 16 bits is what makes the dense and the eager way coarse.
+        tolerance = 0.1 if name in ("eager", "torch, dense bias") else 0.03
+        assert (way(q, k, v).double() - exact[biased]).abs().max() < tolerance, name
+
+
+def test_attention_is_timed(capsys: pytest.CaptureFixture[str]) -> None:
+    result = benchmark_attention(AttentionBenchmark("4m", [64], 128, repeats=2))
+    assert {row["length"] for row in result["rows"]} == {64}
+    assert all(row["both"] > 0 and row["forward"] > 0 for row in result["rows"])
+    said = capsys.readouterr().out
+    assert all(row["way"] in said for row in result["rows"])
