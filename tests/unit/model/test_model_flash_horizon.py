@@ -13,16 +13,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from alibi_lm.model import attention as table
 from alibi_lm.model import flash_horizon
-from alibi_lm.model.attention import attention
 from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.decoder import Decoder
 from alibi_lm.model.flash_horizon import GRID, horizon_plan
 from alibi_lm.model.layers import set_attention_epsilon
 from alibi_lm.model.reach import block_starts
 from alibi_lm.model.slopes import alibi_slopes
+from alibi_lm.native.build import unavailable
 
 DTYPES = [torch.float32, torch.bfloat16]
+KERNELS = [("flash_cpu", torch.float32), ("flash_cpu", torch.bfloat16),
+           ("native_cpu", torch.bfloat16)]  # fmt: skip
 WIDTH = 16
 
 
@@ -138,17 +141,17 @@ def exact(case: Case) -> Exact:
     return Exact([output, dq, dk, dv], [bound, bound_q, bound_k, bound_v])
 
 
-def results(case: Case, epsilon: float) -> list[Tensor]:
+def results(case: Case, epsilon: float, kernel: str = "flash_cpu") -> list[Tensor]:
     leaves = [x[None].clone().requires_grad_() for x in (case.q, case.k, case.v)]
-    output = attention(*leaves, slopes=case.slopes, epsilon=epsilon)
+    output = table.attention(*leaves, slopes=case.slopes, epsilon=epsilon, kernel=kernel)
     return [x[0].double() for x in (output, *torch.autograd.grad(output, leaves, case.grad[None]))]
 
 
-def check(case: Case, *epsilons: float, parts: range = range(4)) -> None:
+def check(case: Case, *epsilons: float, parts: range = range(4), kernel: str = "flash_cpu") -> None:
     """Errors of vectors: the bound, and twice the largest that the dense path has."""
-    right, dense = exact(case), results(case, 0.0)
+    right, dense = exact(case), results(case, 0.0, kernel)
     for epsilon in epsilons:
-        ours = results(case, epsilon)
+        ours = results(case, epsilon, kernel)
         for part in parts:
             own = (dense[part] - right.values[part]).norm(dim=2).max()
             error = (ours[part] - right.values[part]).norm(dim=2)
@@ -163,34 +166,51 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash_horizon, "BLOCK", 256)
     monkeypatch.setattr(flash_horizon, "LEAST_QUERIES", 600)
     monkeypatch.setattr(flash_horizon, "WORTH", 2.0)
+    monkeypatch.setattr(table, "NATIVE_LEAST_QUERIES", 600)
+    monkeypatch.setattr(table, "NATIVE_WORTH", 0.0)
+
+
+def skip_without(kernel: str) -> None:
+    """Skip where this CPU has no such kernel."""
+    if kernel == "native_cpu" and (reason := unavailable()):
+        pytest.skip(reason)
 
 
 @pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("kernel", "dtype"), KERNELS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_output_and_gradients_keep_their_bounds(kind: str, dtype: torch.dtype) -> None:
+def test_output_and_gradients_keep_their_bounds(kind: str, kernel: str, dtype: torch.dtype) -> None:
+    skip_without(kernel)
     case = KINDS[kind](1100).to(dtype)
     assert horizon_plan(case.q[None], case.k[None], case.slopes, 1e-2)
-    check(case, 1e-2, 1e-6)
+    starts = table._native_starts(case.q[None], case.k[None], case.slopes, 1e-2)
+    assert starts is not None
+    assert (starts > 0).any()
+    check(case, 1e-2, 1e-6, kernel=kernel)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_blocks_as_shipped(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("kernel", "dtype"), KERNELS)
+def test_blocks_as_shipped(
+    kernel: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    skip_without(kernel)
     monkeypatch.setattr(flash_horizon, "LEAST_QUERIES", 4096)
     case = plain(4096, heads=3, kv_heads=1).to(dtype)
     plan = horizon_plan(case.q[None], case.k[None], case.slopes, 1e-6)
     assert plan
     assert sum(piece.pairs for piece in plan) <= 0.6 * 3 * 4096**2 / 2
-    check(case, 1e-6)
+    assert table._native_starts(case.q[None], case.k[None], case.slopes, 1e-6) is not None
+    check(case, 1e-6, kernel=kernel)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("kernel", "dtype"), KERNELS)
 @pytest.mark.parametrize("length", [6144, 8192])
 @pytest.mark.parametrize("kind", KINDS)
-def test_bounds_at_length(kind: str, length: int, dtype: torch.dtype) -> None:
+def test_bounds_at_length(kind: str, length: int, kernel: str, dtype: torch.dtype) -> None:
+    skip_without(kernel)
     case = KINDS[kind](length).to(dtype)
-    check(case, 1e-3, 1e-6)
+    check(case, 1e-3, 1e-6, kernel=kernel)
 
 
 def far_mass(case: Case, starts: Tensor, block: int) -> float:
@@ -288,7 +308,7 @@ def test_short_inputs_and_epsilon_zero_are_dense_to_the_bit() -> None:
     assert horizon_plan(*parts[:2], case.slopes, 1e-3) is None
     for epsilon in (-1e-6, 1.0, math.nan):
         with pytest.raises(ValueError, match="epsilon"):
-            attention(*parts, slopes=case.slopes, epsilon=epsilon)
+            table.attention(*parts, slopes=case.slopes, epsilon=epsilon)
 
 
 def test_where_little_is_saved_all_is_read() -> None:
