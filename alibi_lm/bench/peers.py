@@ -14,7 +14,9 @@ from torch.nn import functional as F
 
 from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.decoder import Decoder
+from alibi_lm.model.layers import set_attention_epsilon
 from alibi_lm.settings import build
+from alibi_lm.train.config import TrainConfig
 
 SIZES: dict[str, dict[str, int]] = {
     "4m": {"num_layers": 4, "hidden_size": 256, "num_heads": 8, "vocab_size": 4096},
@@ -74,7 +76,9 @@ def make(name: str, shape: Shape) -> Losses:
         return Losses(_stock(name, shape), _stock_loss)
     if name == X_TRANSFORMERS:
         return Losses(_x_transformers(shape), _logits_loss)
-    return Losses(Decoder(shape.model(name)), _our_loss)
+    decoder = Decoder(shape.model(name))
+    set_attention_epsilon(decoder, TrainConfig().attention_epsilon)  # as a run does
+    return Losses(decoder, _our_loss)
 
 
 def _our_loss(model: nn.Module, tokens: Tensor) -> Tensor:

@@ -18,10 +18,12 @@ from alibi_lm.model.exact import exact_attention
 from alibi_lm.model.flash import flash_attention
 from alibi_lm.model.flash_horizon import horizon_flash, horizon_plan
 from alibi_lm.model.reach import block_starts
-from alibi_lm.native.attention import BLOCK, native_attention, why_not
+from alibi_lm.native.attention import BLOCK, first_keys, native_attention, why_not
 
-NATIVE_LEAST_QUERIES = 4096
-"""Shorter sequences are read densely by the native kernel: norms cost as much as they save."""
+NATIVE_LEAST_QUERIES = 1024
+"""Shorter sequences are read densely by the native kernel."""
+NATIVE_TIGHT_QUERIES = 8192
+"""From here on its horizons are those of `reach`, which read less and cost more to find."""
 NATIVE_WORTH = 0.25
 """It uses horizons where they leave out at least this share of the keys before the blocks."""
 
@@ -114,13 +116,20 @@ def _native(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Tensor:
 def _native_starts(
     q: Tensor, k: Tensor, slopes: tuple[float, ...], epsilon: float
 ) -> Tensor | None:
-    """The first key of each block of queries, or None where horizons would save too little."""
-    if q.shape[2] < NATIVE_LEAST_QUERIES or min(slopes) <= 0:
+    """The first key of each block of queries, or None where horizons would save too little.
+
+    Longer sequences are worth the tighter bound of `reach`, which costs several times as much.
+    """
+    num_queries, num_keys = q.shape[2], k.shape[2]
+    if num_queries < NATIVE_LEAST_QUERIES or min(slopes) <= 0:
         return None
-    starts = block_starts(q, k, slopes, epsilon, BLOCK)
-    ends = torch.arange(k.shape[2] - q.shape[2], k.shape[2], BLOCK)
-    left_out = starts.sum() / (ends.sum() * starts.shape[0] * starts.shape[1])
-    return starts.int() if float(left_out) >= NATIVE_WORTH else None
+    if num_queries < NATIVE_TIGHT_QUERIES:
+        starts = first_keys(q, k, slopes, epsilon)
+    else:
+        starts = block_starts(q, k, slopes, epsilon, BLOCK).int()
+    before = torch.arange(num_keys - num_queries, num_keys, BLOCK)
+    left_out = starts.sum() / (before.sum() * starts.shape[0] * starts.shape[1])
+    return starts if float(left_out) >= NATIVE_WORTH else None
 
 
 def _flex(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Tensor:

@@ -17,6 +17,7 @@
 #include "backward.h"
 #include "forward.h"
 #include "loss.h"
+#include "reach.h"
 
 namespace {
 
@@ -59,6 +60,23 @@ void check_starts(const std::optional<Tensor>& starts, const Tensor& q) {
                   starts->size(0) == q.size(0) && starts->size(1) == q.size(1) &&
                   starts->size(2) == (q.size(2) + kQueries - 1) / kQueries,
               "attention: starts are int32 [B, H, blocks of 64 queries]");
+}
+
+Tensor find_starts(const Tensor& q, const Tensor& k, at::ArrayRef<double> slopes, double epsilon) {
+  check(q, k, k, slopes);
+  TORCH_CHECK(!slopes.empty() && epsilon > 0 && epsilon < 1, "attention: horizons need slopes");
+  const int64_t heads = q.size(1), length = q.size(2), group = heads / k.size(1);
+  Tensor starts = at::empty({q.size(0), heads, (length + kQueries - 1) / kQueries},
+                            q.options().dtype(at::kInt));
+  at::parallel_for(0, q.size(0) * heads, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t b = i / heads, h = i % heads;
+      head_starts(head_rows<const BFloat16>(q, b, h), length,
+                  head_rows<const BFloat16>(k, b, h / group), k.size(2) - length, q.size(3),
+                  slopes[h], epsilon, starts.data_ptr<int32_t>() + i * starts.size(2));
+    }
+  });
+  return starts;
 }
 
 std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tensor& v,
@@ -216,6 +234,7 @@ void transpose(const Tensor& rows, const Tensor& out) {
 TORCH_LIBRARY(alibi_lm, library) {
   library.def("attention_forward(Tensor q, Tensor k, Tensor v, float[] slopes, int window,"
               " Tensor? starts) -> (Tensor, Tensor)");
+  library.def("attention_starts(Tensor q, Tensor k, float[] slopes, float epsilon) -> Tensor");
   library.def("attention_backward(Tensor gradient, Tensor q, Tensor k, Tensor v, Tensor output,"
               " Tensor logsumexp, float[] slopes, int window, Tensor? starts)"
               " -> (Tensor, Tensor, Tensor)");
@@ -227,6 +246,7 @@ TORCH_LIBRARY(alibi_lm, library) {
 
 TORCH_LIBRARY_IMPL(alibi_lm, CPU, library) {
   library.impl("attention_forward", forward);
+  library.impl("attention_starts", find_starts);
   library.impl("attention_backward", backward);
   library.impl("transpose", transpose);
   library.impl("loss_forward", loss_forward);

@@ -58,6 +58,27 @@ def native_attention(
     return _Native.apply(q, k, v, slopes or (), window or 0, starts)
 
 
+def first_keys(q: Tensor, k: Tensor, slopes: tuple[float, ...], epsilon: float) -> Tensor:
+    """`native_attention`'s starts, such that each row leaves out at most epsilon of itself.
+
+    From norms and each row's own score alone, in time linear in the length (`reach.h` has the
+    bound).
+
+    Args:
+        q: [B, H, Tq, D] in bf16.
+        k: [B, KV, Tk, D].
+        slopes: H slopes, all above 0.
+        epsilon: above 0 and below 1.
+
+    Raises:
+        RuntimeError: this machine has no such kernel.
+    """
+    if reason := unavailable():
+        raise RuntimeError(f"no compiled kernel: {reason}")
+    q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q.detach(), k.detach()))
+    return torch.ops.alibi_lm.attention_starts(q, k, slopes, epsilon)
+
+
 class _Native(torch.autograd.Function):
     @staticmethod
     def forward(
