@@ -168,7 +168,8 @@ def _correctness(
         slopes = alibi_slopes(heads)
         exact = exact_results(inputs, slopes, window)
         for kernel in kernels:
-            lacking = KERNELS[kernel].lacks(*inputs[:3], Request(slopes, window, None))
+            q, k, v = inputs[:3]
+            lacking = KERNELS[kernel].lacks(q, k, v, Request(slopes, window, None))
             if lacking:
                 continue
             found = _run(inputs, slopes, window, kernel)
@@ -197,7 +198,8 @@ def _horizons(
         largest = float(inputs[2].double().norm(dim=-1).max())
         for kernel in kernels:
             request = Request(slopes, None, None, EPSILON)
-            if not KERNELS[kernel].horizons or KERNELS[kernel].lacks(*inputs[:3], request):
+            q, k, v = inputs[:3]
+            if not KERNELS[kernel].horizons or KERNELS[kernel].lacks(q, k, v, request):
                 continue
             own, ours = (
                 float((_run(inputs, slopes, None, kernel, epsilon)[0].double() - exact)
