@@ -147,8 +147,12 @@ def test_a_bar_on_a_terminal_and_one_line_in_a_pipe(run: Path, tmp_path: Path) -
 
 
 WAITING = """
+import signal
 import time
 import alibi_lm.text
+
+# A job in the background of a shell starts with the signal ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def load_run(path):
     print("ready", flush=True)

@@ -187,7 +187,7 @@ def test_a_file_that_cannot_be_read_is_damage(
 ) -> None:
     folder = signed(tmp_path, 1)
 
-    def fail(path: Path) -> str:
+    def fail(path: Path, *_: object) -> str:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr("alibi_lm.checkpoint.folder.sha256", fail)
