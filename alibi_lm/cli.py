@@ -258,7 +258,7 @@ def bench(context: click.Context, gpu_check: bool) -> None:
     if gpu_check and context.invoked_subcommand is None:
         context.invoke(check_gpu)
     elif context.invoked_subcommand is None:
-        raise click.UsageError("Missing command.", context)
+        raise click.exceptions.NoArgsIsHelpError(context)
 
 
 @bench.command("gpu-check")
