@@ -21,7 +21,7 @@ def scalars(found: Mapping[str, Mapping[str, Any] | None]) -> Iterator[tuple[str
         yield f"eval_perplexity/{row['length']}", row["perplexity"]
         if row["bits_per_byte"] is not None:
             yield f"eval_bits_per_byte/{row['length']}", row["bits_per_byte"]
-    for row in perplexity["null"]["rows"] if perplexity and perplexity["null"] else ():
+    for row in perplexity["null"]["rows"] if perplexity and perplexity.get("null") else ():
         yield f"eval_excess/{row['length']}", row["excess"]
     for row in needle["by_length"] if needle else ():
         yield f"eval_needle_ranking/{row['length']}", row["ranking"]["rate"]
