@@ -140,13 +140,11 @@ def _scoring(decoder: Decoder, text: Tensor, settings: LongBenchmark) -> dict[st
     ways = {f"{kind} {each.length}": each.score
             for kind, some in (("ours", ours), ("dense", dense)) for each in some}  # fmt: skip
     in_turns(ways, settings.repeats, warm_ups=0)
-    shortest = ours[0].a_token()
+    shortest, by_length = ours[0].a_token(), {each.length: each for each in ours}
     return {
         "scoring": [each.row(shortest) for each in ours],
-        "dense": [each.row(ours[-1].a_token() if each.length not in settings.lengths else
-                           ours[list(settings.lengths).index(each.length)].a_token())
-                  for each in dense],
-    }  # fmt: skip
+        "dense": [each.row(by_length.get(each.length, ours[-1]).a_token()) for each in dense],
+    }
 
 
 def _curve(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
+
+from alibi_lm.bench.turns import timed
 
 PARTS: Mapping[str, tuple[str, ...]] = {
     "products": ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "mkldnn"),
@@ -69,16 +70,11 @@ def product_rate(
     def measure() -> float:
         seconds = 0.0
         for shape, (left, right, out) in zip(shapes, tensors, strict=True):
-            seconds += shape.times * min(_seconds(left, right, out) for _ in range(BEST_OF))
+            product = timed(partial(torch.mm, left, right, out=out))
+            seconds += shape.times * min(product() for _ in range(BEST_OF))
         return sum(shape.flops for shape in shapes) / seconds
 
     return measure
-
-
-def _seconds(left: Tensor, right: Tensor, out: Tensor) -> float:
-    start = time.perf_counter()
-    torch.mm(left, right, out=out)
-    return time.perf_counter() - start
 
 
 def memory_bandwidth(megabytes: int = 256) -> Callable[[], float]:
@@ -86,12 +82,8 @@ def memory_bandwidth(megabytes: int = 256) -> Callable[[], float]:
     source = torch.ones(megabytes << 18, dtype=torch.float32)
     target = torch.empty_like(source)
 
-    def measure() -> float:
-        start = time.perf_counter()
-        target.copy_(source)
-        return 2 * source.numel() * source.element_size() / (time.perf_counter() - start)
-
-    return measure
+    copy = timed(partial(target.copy_, source))
+    return lambda: 2 * source.numel() * source.element_size() / copy()
 
 
 def profile_step(step: Callable[[], None]) -> dict[str, float]:

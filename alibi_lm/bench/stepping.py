@@ -11,7 +11,6 @@ import io
 import multiprocessing
 import os
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -22,6 +21,7 @@ import torch.distributed as dist
 
 from alibi_lm.bench.machine import profile_step
 from alibi_lm.bench.peers import SIZES, Shape, import_packages, make
+from alibi_lm.bench.turns import timed
 from alibi_lm.config import Config
 from alibi_lm.memory import keep_freed_memory, peak_resident_bytes, resident_bytes
 from alibi_lm.settings import build
@@ -109,7 +109,7 @@ def _serve(pipe: Connection, job: Job) -> None:
         before = resident_bytes()
         step = _engine_step(job)
         answers: dict[str, Callable[[], Any]] = {
-            "step": lambda: _seconds(step),
+            "step": timed(step),
             "memory": lambda: peak_resident_bytes() - before,
             "profile": lambda: profile_step(step),
         }
@@ -117,12 +117,6 @@ def _serve(pipe: Connection, job: Job) -> None:
             while True:
                 pipe.send(answers[pipe.recv()]())
         dist.destroy_process_group()
-
-
-def _seconds(step: Callable[[], None]) -> float:
-    start = time.perf_counter()
-    step()
-    return time.perf_counter() - start
 
 
 def _engine_step(job: Job) -> Callable[[], None]:

@@ -143,18 +143,23 @@ def perplexity_figure(result: Mapping[str, Any]) -> Figure:
             color=INK,
             bbox={"facecolor": "white", "edgecolor": "none", "pad": 1, "alpha": 0.7},
         )
-    axes.axvline(result["training_length"], color=TRAINING, linestyle="--", linewidth=1.3,
+    _perplexity_axes(axes, lengths, result["training_length"], "window length")
+    title(axes, "Perplexity by window length, same tokens at every length")
+    return figure
+
+
+def _perplexity_axes(axes: Axes, lengths: Sequence[int], training_length: int, what: str) -> None:
+    """Perplexity against `what` in tokens, the training length marked."""
+    axes.axvline(training_length, color=TRAINING, linestyle="--", linewidth=1.3,
                  label="training length")  # fmt: skip
     axes.set_xscale("log", base=2)
     if len(lengths) == 1:
         axes.set_xlim(lengths[0] / 2, lengths[0] * 2)
     mark_lengths(axes, lengths)
     axes.margins(x=0.06, y=0.18)
-    axes.set_xlabel("window length (tokens, log scale)", color=INK)
+    axes.set_xlabel(f"{what} (tokens, log scale)", color=INK)
     axes.set_ylabel("perplexity", color=INK)
     axes.legend(frameon=False, fontsize=10, labelcolor=INK)
-    title(axes, "Perplexity by window length, same tokens at every length")
-    return figure
 
 
 def _band(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -263,13 +268,6 @@ def curve_figure(result: Mapping[str, Any]) -> Figure:
     for length, value in zip(lengths, values, strict=True):
         axes.annotate(f"{value:.2f}", (length, value), textcoords="offset points", xytext=(0, 9),
                       ha="center", fontsize=10, color=INK)  # fmt: skip
-    axes.axvline(result["training_length"], color=TRAINING, linestyle="--", linewidth=1.3,
-                 label="training length")  # fmt: skip
-    axes.set_xscale("log", base=2)
-    mark_lengths(axes, lengths)
-    axes.margins(x=0.06, y=0.18)
-    axes.set_xlabel("input length (tokens, log scale)", color=INK)
-    axes.set_ylabel("perplexity", color=INK)
-    axes.legend(frameon=False, fontsize=10, labelcolor=INK)
+    _perplexity_axes(axes, lengths, result["training_length"], "input length")
     title(axes, "Perplexity of the same tokens by input length, by horizons")
     return figure
