@@ -1,4 +1,4 @@
-"""Memory of this process: what Linux counts as resident, and what becomes of freed blocks.
+"""Memory of this process: what Linux counts as resident, what becomes of freed blocks, huge pages.
 
 `getrusage` would not do: its peak is kept over exec, so that a process which was started by a
 larger one shows that one's peak.
@@ -7,10 +7,20 @@ larger one shows that one's peak.
 from __future__ import annotations
 
 import ctypes
+from pathlib import Path
 
 # Of malloc.h.
 _M_TRIM_THRESHOLD = -1
+_M_TOP_PAD = -2
 _M_MMAP_MAX = -4
+# Of sys/mman.h.
+_MADV_HUGEPAGE = 14
+_MADV_COLLAPSE = 25
+
+HUGE_PAGE = 2 << 20
+GROWTH = 1 << 30
+"""Address space by which the heap grows at once; what of it is not used takes no memory."""
+_TRANSPARENT = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def resident_bytes() -> int:
@@ -41,8 +51,54 @@ def keep_freed_memory() -> None:
     same tensors again and again spends more time on that than on filling them. Where the library
     is not glibc, nothing changes.
     """
-    library = ctypes.CDLL(None)
-    if not hasattr(library, "gnu_get_libc_version"):
+    library = _glibc()
+    if library is None:
         return
     library.mallopt(_M_MMAP_MAX, 0)
     library.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+    library.mallopt(_M_TOP_PAD, GROWTH)
+    # A block that does not fit makes the heap grow, while nothing of that is in use yet.
+    library.free(library.malloc(GROWTH))
+    use_huge_pages()
+
+
+def use_huge_pages() -> None:
+    """Put the heap into huge pages, as far as it has grown since this was last called.
+
+    Products and copies of large tensors are a tenth faster in them. Nothing is done where the C
+    library is not glibc, or where the system has its transparent huge pages set to "never"; what
+    the kernel cannot do stays as it is.
+    """
+    library = _glibc()
+    if library is None or not _TRANSPARENT.exists() or "[never]" in _TRANSPARENT.read_text():
+        return
+    start, end = _heap()
+    start = -(-max(start, _covered.get("heap", 0)) // HUGE_PAGE) * HUGE_PAGE
+    end = end // HUGE_PAGE * HUGE_PAGE
+    if start >= end:
+        return
+    library.madvise(start, end - start, _MADV_HUGEPAGE)
+    if _covered:  # what has been used by now lies in small pages
+        library.madvise(start, end - start, _MADV_COLLAPSE)
+    _covered["heap"] = end
+
+
+_covered: dict[str, int] = {}
+"""Where the part of the heap ends that is in huge pages."""
+
+
+def _heap() -> tuple[int, int]:
+    """The heap's first address and the one after its last."""
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as file:
+        parts = [line.split()[0].split("-") for line in file if line.rstrip().endswith("[heap]")]
+    return (int(parts[0][0], 16), int(parts[-1][1], 16)) if parts else (0, 0)
+
+
+def _glibc() -> ctypes.CDLL | None:
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "gnu_get_libc_version"):
+        return None
+    library.malloc.argtypes, library.malloc.restype = [ctypes.c_size_t], ctypes.c_void_p
+    library.free.argtypes, library.free.restype = [ctypes.c_void_p], None
+    library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return library

@@ -23,7 +23,12 @@ from alibi_lm.bench.machine import profile_step
 from alibi_lm.bench.peers import SIZES, Shape, import_packages, make
 from alibi_lm.bench.turns import timed
 from alibi_lm.config import Config
-from alibi_lm.memory import keep_freed_memory, peak_resident_bytes, resident_bytes
+from alibi_lm.memory import (
+    keep_freed_memory,
+    peak_resident_bytes,
+    resident_bytes,
+    use_huge_pages,
+)
 from alibi_lm.settings import build
 from alibi_lm.train.entry import quiet_libraries
 
@@ -148,5 +153,6 @@ def _engine_step(job: Job) -> Callable[[], None]:
     def step() -> None:
         engine.backward(engine(tokens))
         engine.step()
+        use_huge_pages()
 
     return step

@@ -26,6 +26,7 @@ from alibi_lm.model.positions import (
 from alibi_lm.model.ring import RingLayer
 from alibi_lm.model.scaling import head_slopes, rotation
 from alibi_lm.model.slopes import learned_slopes, slice_slopes
+from alibi_lm.native.split import split
 from alibi_lm.parallel.mesh import ALONE, Axis
 from alibi_lm.parallel.tensor import (
     ColumnLinear,
@@ -172,7 +173,7 @@ class Attention(nn.Module):
         """
         q, k, v = (
             part.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
-            for part in self.qkv(hidden).split(self.widths, dim=-1)
+            for part in split(self.qkv(hidden), self.widths)
         )
         return q, k, v
 

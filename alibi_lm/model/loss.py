@@ -10,14 +10,16 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from alibi_lm.native.build import unavailable
-from alibi_lm.native.linear import weight_gradient
+from alibi_lm.native.linear import add_weight_gradient, weight_gradient
 
 IGNORED = -100
 """A target of this value has loss 0 and no gradient."""
 
-# Logits of one product, in the dtype of the model: more rows than this are done in portions,
-# and their logits are made again in the backward pass. Fewer rows than 512 make slow products.
+# Logits of one product, in the dtype of the model: more rows than this are done in portions.
+# Fewer rows than 512 make slow products.
 LOGITS_AT_ONCE = 1 << 27
+# Where there are more logits than this, those of the portions are made again in the backward pass.
+LOGITS_KEPT = 1 << 28
 ROWS_AT_ONCE = 512
 # fp32 values of one softmax: 4 MiB stay in a core's cache over its passes.
 SOFTMAX_AT_ONCE = 1 << 20
@@ -36,65 +38,69 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
         weight: [V, d].
         targets: int64 [N], each below V or `IGNORED`.
     """
+    few = len(hidden) * weight.shape[0] <= LOGITS_KEPT
+    keep = few and torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
         with torch.autocast(hidden.device.type, enabled=False):
-            return _LinearCrossEntropy.apply(hidden.to(dtype), weight.to(dtype), targets)
-    return _LinearCrossEntropy.apply(hidden, weight, targets)
+            return _LinearCrossEntropy.apply(hidden.to(dtype), weight.to(dtype), targets, keep)
+    return _LinearCrossEntropy.apply(hidden, weight, targets, keep)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, keep: bool) -> Tensor:
         rows = max(ROWS_AT_ONCE, LOGITS_AT_ONCE // weight.shape[0])
         losses = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
         ctx.native = hidden.device.type == "cpu" and hidden.dtype == torch.bfloat16
         ctx.native = ctx.native and unavailable() is None
-        logits, logsumexps = None, []
+        kept, logsumexps = [], []
         for part, labels, out in zip(
             hidden.split(rows), targets.split(rows), losses.split(rows), strict=True
         ):
             logits = F.linear(part, weight)
+            if keep:
+                kept.append(logits)
             if ctx.native:
                 logsumexps.append(torch.ops.alibi_lm.loss_forward(logits, labels, out))
             else:
                 _losses(logits, labels, out)
         ctx.rows = rows
-        ctx.kept = logits is not None and len(hidden) <= rows
-        kept = [logits] if ctx.kept else []
+        ctx.num_kept = len(kept)
         ctx.save_for_backward(hidden, weight, targets, *kept, *logsumexps)
         return losses
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         with torch.autocast(grad.device.type, enabled=False):
-            return _LinearCrossEntropy._gradients(ctx, grad)
+            return *_gradients(ctx, grad), None, None
 
-    @staticmethod
-    def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        hidden, weight, targets, *saved = ctx.saved_tensors
-        kept = saved.pop(0) if ctx.kept else None
-        d_hidden = torch.empty_like(hidden)
-        d_weight: Tensor | None = None
-        parts = (x.split(ctx.rows) for x in (hidden, targets, grad.contiguous(), d_hidden))
-        for index, (part, labels, scale, out) in enumerate(zip(*parts, strict=True)):
-            logits = F.linear(part, weight) if kept is None else kept
-            # Logits that were made again are nobody else's: their gradient takes their place.
-            d_logits = logits if kept is None else torch.empty_like(logits)
-            if ctx.native:
-                torch.ops.alibi_lm.loss_backward(logits, labels, saved[index], scale, d_logits)
-            else:
-                _logit_gradients(logits, labels, scale, d_logits)
-            torch.mm(d_logits, weight, out=out)
-            if ctx.needs_input_grad[1]:
-                if kept is not None:
-                    d_weight = weight_gradient(d_logits, part)
-                else:
-                    if d_weight is None:
-                        d_weight = torch.zeros_like(weight, dtype=torch.float32)
-                    add_product(d_weight, d_logits, part)
-        return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), None
+
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+    hidden, weight, targets, *saved = ctx.saved_tensors
+    kept, logsumexps = saved[: ctx.num_kept], saved[ctx.num_kept :]
+    d_hidden = torch.empty_like(hidden)
+    d_weight: Tensor | None = None
+    parts = (x.split(ctx.rows) for x in (hidden, targets, grad.contiguous(), d_hidden))
+    for index, (part, labels, scale, out) in enumerate(zip(*parts, strict=True)):
+        logits = kept[index] if kept else F.linear(part, weight)
+        # Logits that were made again are nobody else's: their gradient takes their place.
+        d_logits = torch.empty_like(logits) if kept else logits
+        if ctx.native:
+            torch.ops.alibi_lm.loss_backward(logits, labels, logsumexps[index], scale, d_logits)
+        else:
+            _logit_gradients(logits, labels, scale, d_logits)
+        torch.mm(d_logits, weight, out=out)
+        if not ctx.needs_input_grad[1]:
+            continue
+        if len(hidden) <= ctx.rows:
+            d_weight = weight_gradient(d_logits, part)
+        else:
+            if d_weight is None:
+                d_weight = torch.zeros_like(weight, dtype=torch.float32)
+            add_product(d_weight, d_logits, part)
+    return d_hidden, None if d_weight is None else d_weight.to(weight.dtype)
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -108,9 +114,11 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     if left.dtype == total.dtype:
         total.addmm_(left.T, right)
         return
+    if add_weight_gradient(total, left, right):
+        return
     rows = max(1, PRODUCT_AT_ONCE // max(1, total.shape[1]))
     for part, columns in zip(total.split(rows), left.split(rows, dim=1), strict=True):
-        part += weight_gradient(columns, right)
+        part += columns.T @ right
 
 
 def _losses(logits: Tensor, targets: Tensor, out: Tensor) -> None:

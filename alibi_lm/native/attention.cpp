@@ -18,13 +18,13 @@
 #include "forward.h"
 #include "loss.h"
 #include "reach.h"
+#include "weight_gradient.h"
 
 namespace {
 
 using namespace alibi_lm;
 using at::Tensor;
 
-constexpr int64_t kPanel = 256;     // columns whose transpose lies on few enough pages
 constexpr int64_t kIgnored = -100;  // a target without loss
 
 void check(const Tensor& q, const Tensor& k, const Tensor& v, at::ArrayRef<double> slopes) {
@@ -129,8 +129,13 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& gradient, const Tensor
   const int64_t batch = q.size(0), heads = q.size(1), length = q.size(2), width = q.size(3);
   const int64_t kv_heads = k.size(1), num_keys = k.size(2), group = heads / kv_heads;
   const float scale = float(1.0 / std::sqrt(double(width)));
-  Tensor dq = empty_like_projection(q), dk = empty_like_projection(k),
-         dv = empty_like_projection(v);
+  // Side by side, as the parts of one projection are: its gradient need not be put together.
+  const int64_t beside = length == num_keys ? heads : 0;
+  const Tensor whole =
+      at::empty({batch, num_keys, beside + 2 * kv_heads, width}, q.options()).transpose(1, 2);
+  Tensor dq = beside > 0 ? whole.narrow(1, 0, heads) : empty_like_projection(q);
+  Tensor dk = whole.narrow(1, beside, kv_heads);
+  Tensor dv = whole.narrow(1, beside + kv_heads, kv_heads);
   at::parallel_for(0, batch * kv_heads, 1, [&](int64_t begin, int64_t end) {
     BackwardBuffers buffer(length, num_keys, width);
     Buffer<float> sums(2 * num_keys * width);
@@ -210,25 +215,6 @@ void loss_backward(const Tensor& logits, const Tensor& targets, const Tensor& lo
   });
 }
 
-// [N, M] to its transpose: torch's copy goes element by element.
-void transpose(const Tensor& rows, const Tensor& out) {
-  TORCH_CHECK(rows.dim() == 2 && rows.scalar_type() == at::kBFloat16 && rows.stride(1) == 1 &&
-                  out.scalar_type() == at::kBFloat16 && out.is_contiguous() && out.dim() == 2 &&
-                  out.size(0) == rows.size(1) && out.size(1) == rows.size(0),
-              "transpose: bf16 [N, M] with contiguous rows, and a contiguous [M, N]");
-  const int64_t count = rows.size(0), width = rows.size(1);
-  const Rows<const BFloat16> from{rows.data_ptr<BFloat16>(), rows.stride(0)};
-  at::parallel_for(0, (width + kPanel - 1) / kPanel, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t column = begin * kPanel; column < std::min(end * kPanel, width); column += kPanel) {
-      const int64_t panel = std::min(kPanel, width - column);
-      const Rows<const BFloat16> part{from.data + column, from.stride};
-      for (int64_t row = 0; row < count; row += 2 * kLanes) {
-        transpose_block(part, row, count, panel, out.data_ptr<BFloat16>() + column * count);
-      }
-    }
-  });
-}
-
 }  // namespace
 
 TORCH_LIBRARY(alibi_lm, library) {
@@ -238,7 +224,7 @@ TORCH_LIBRARY(alibi_lm, library) {
   library.def("attention_backward(Tensor gradient, Tensor q, Tensor k, Tensor v, Tensor output,"
               " Tensor logsumexp, float[] slopes, int window, Tensor? starts)"
               " -> (Tensor, Tensor, Tensor)");
-  library.def("transpose(Tensor rows, Tensor(a!) out) -> ()");
+  library.def("weight_gradient(Tensor gradient, Tensor values, Tensor(a!) out) -> ()");
   library.def("loss_forward(Tensor logits, Tensor targets, Tensor(a!) losses) -> Tensor");
   library.def("loss_backward(Tensor logits, Tensor targets, Tensor logsumexp, Tensor factors,"
               " Tensor(a!) out) -> ()");
@@ -248,7 +234,7 @@ TORCH_LIBRARY_IMPL(alibi_lm, CPU, library) {
   library.impl("attention_forward", forward);
   library.impl("attention_starts", find_starts);
   library.impl("attention_backward", backward);
-  library.impl("transpose", transpose);
+  library.impl("weight_gradient", weight_gradient);
   library.impl("loss_forward", loss_forward);
   library.impl("loss_backward", loss_backward);
 }

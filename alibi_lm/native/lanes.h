@@ -133,27 +133,6 @@ inline void pack_rows(Rows<const BFloat16> rows, int64_t count, int64_t width, B
   }
 }
 
-// The rows [first, first + 32) of [count, width], a whole cache line of each row of their transpose
-// [width, count].
-inline void transpose_block(Rows<const BFloat16> rows, int64_t first, int64_t count, int64_t width,
-                            BFloat16* out) {
-  const int64_t left = count - first, second = first + kLanes;
-  const Rows<const BFloat16> low{rows.at(first), rows.stride};
-  const Rows<const BFloat16> high{rows.at(second), rows.stride};
-  const __mmask32 mask = left >= 32 ? 0xffffffffu : (1u << left) - 1;
-  for (int64_t column = 0; column < width; column += 2) {
-    const __m512i a = gather_pairs(low, left, column);
-    const __m512i b = gather_pairs(high, left - kLanes, column);
-    const __m256i upper_a = _mm512_cvtepi32_epi16(_mm512_srli_epi32(a, 16));
-    const __m256i upper_b = _mm512_cvtepi32_epi16(_mm512_srli_epi32(b, 16));
-    const __m512i even = _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi32_epi16(a)),
-                                            _mm512_cvtepi32_epi16(b), 1);
-    const __m512i odd = _mm512_inserti64x4(_mm512_castsi256_si512(upper_a), upper_b, 1);
-    _mm512_mask_storeu_epi16(out + column * count + first, mask, even);
-    if (column + 1 < width) _mm512_mask_storeu_epi16(out + (column + 1) * count + first, mask, odd);
-  }
-}
-
 // rows [count, width] to out [width, padded], the first operand of a product with rows^T. Columns
 // from `count` to `padded`, a multiple of 16, are 0.
 inline void transpose_rows(Rows<const BFloat16> rows, int64_t count, int64_t padded, int64_t width,

@@ -1,7 +1,6 @@
 """Linear layers in bf16 on the CPU, whose weight gradients run at the speed of other products.
 
-A product with a transposed first operand runs at half speed or less in torch's library, so the
-output's gradient is transposed first, a panel at a time.
+A product with a transposed first operand runs at half speed or less in torch's library.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ from torch.nn import functional as F
 
 from alibi_lm.native.build import unavailable
 
-PANEL_VALUES = 1 << 22
-"""Values of a transposed panel: 8 MiB, which stay in cache and are not asked of the system anew."""
 SMALLEST = 256
-"""Rows and widths below which a transpose gains nothing."""
+"""Rows and widths below which packing gains nothing."""
+LANES = 16
+"""The values' width must be a multiple of this."""
 
 
 def linear(values: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -37,24 +36,30 @@ def linear(values: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 def weight_gradient(gradient: Tensor, values: Tensor) -> Tensor:
     """gradient^T values [M, K] of gradient [N, M] and values [N, K]."""
-    rows, width = gradient.shape
-    if not (
-        min(rows, width, values.shape[1]) >= SMALLEST
-        and gradient.dtype == torch.bfloat16
-        and gradient.device.type == "cpu"
-        and gradient.stride(1) == 1
-        and unavailable() is None
-    ):
+    if not _worth_packing(gradient, values):
         return gradient.t() @ values
-    panel = max(SMALLEST, PANEL_VALUES // rows)
-    result = values.new_empty(width, values.shape[1])
-    transposed = gradient.new_empty(min(panel, width), rows)
-    for first in range(0, width, panel):
-        end = min(first + panel, width)
-        part = transposed[: end - first]
-        torch.ops.alibi_lm.transpose(gradient[:, first:end], part)
-        torch.mm(part, values, out=result[first:end])
+    result = values.new_empty(gradient.shape[1], values.shape[1])
+    torch.ops.alibi_lm.weight_gradient(gradient, values, result)
     return result
+
+
+def add_weight_gradient(total: Tensor, gradient: Tensor, values: Tensor) -> bool:
+    """Add gradient^T values to the fp32 total [M, K] without rounding; False where it cannot."""
+    if not _worth_packing(gradient, values):
+        return False
+    torch.ops.alibi_lm.weight_gradient(gradient, values, total)
+    return True
+
+
+def _worth_packing(gradient: Tensor, values: Tensor) -> bool:
+    return (
+        gradient.dtype == values.dtype == torch.bfloat16
+        and gradient.device.type == "cpu"
+        and min(*gradient.shape, values.shape[1]) >= SMALLEST
+        and values.shape[1] % LANES == 0
+        and gradient.stride(1) == values.stride(1) == 1
+        and unavailable() is None
+    )
 
 
 class _Linear(torch.autograd.Function):

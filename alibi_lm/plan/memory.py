@@ -12,7 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from alibi_lm.model.layers import vocab_size
-from alibi_lm.model.loss import LOGITS_AT_ONCE, ROWS_AT_ONCE, SOFTMAX_AT_ONCE
+from alibi_lm.model.loss import (
+    LOGITS_AT_ONCE,
+    LOGITS_KEPT,
+    ROWS_AT_ONCE,
+    SOFTMAX_AT_ONCE,
+)
 from alibi_lm.model.split_loss import SPLIT_LOGITS_AT_ONCE
 from alibi_lm.plan.gathers import Gathers, gathers
 from alibi_lm.plan.parameters import HeldParameter
@@ -236,8 +241,9 @@ def activations(setting: Setting, stage: int) -> Activations:
 def loss_bytes(setting: Setting) -> int:
     """The most that the loss holds at once (`model/loss.py`, `model/split_loss.py`).
 
-    Logits of a portion of the tokens, their gradients, fp32 values of the softmax, the fp32 sum
-    of the matrix's gradient with one portion's product, and the gradient of the hidden states.
+    Logits of a portion of the tokens, or of all where these are kept, a portion's gradients, fp32
+    values of the softmax, the fp32 sum of the matrix's gradient with one portion's product, and
+    the gradient of the hidden states.
     """
     tp, width, hidden = setting.layout.tp, setting.width, setting.config.model.hidden_size
     share = -(-vocab_size(setting.config.model) // tp)
@@ -247,4 +253,6 @@ def loss_bytes(setting: Setting) -> int:
     portions = math.ceil(setting.tokens / rows)
     matrix = share * hidden
     sums = FP32 * matrix + width * matrix if portions > 1 or tp > 1 else width * matrix
-    return 2 * width * rows * share + FP32 * softmax + sums + width * setting.tokens * hidden
+    keeps = tp == 1 and setting.tokens * share <= LOGITS_KEPT
+    logits = width * share * (rows + (setting.tokens if keeps else rows))
+    return logits + FP32 * softmax + sums + width * setting.tokens * hidden

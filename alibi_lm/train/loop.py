@@ -13,6 +13,7 @@ from alibi_lm.checkpoint.folder import step_folders, step_name
 from alibi_lm.config import Config
 from alibi_lm.console import console
 from alibi_lm.errors import DataError, NotFiniteError, Problem, UserError
+from alibi_lm.memory import use_huge_pages
 from alibi_lm.model.flops import flops_per_token
 from alibi_lm.train.distributed import disk_error, raise_together, rank, together, world_size
 from alibi_lm.train.engine import Engine, NotFinite, StepResult
@@ -71,6 +72,7 @@ class Loop:
                 result = self.engine.step(batches, step, asked)
             except NotFinite as failure:
                 raise self._not_finite(step, failure) from None
+            use_huge_pages()
             step += 1
             if result.stop:
                 raise_together(self._disk)

@@ -20,9 +20,16 @@ def inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return hidden, weight, targets, torch.rand(300, generator=generator)
 
 
-@pytest.fixture(params=[(1 << 24, 512, 1 << 20), (1, 64, 5000), (1, 1, 1)])
+@pytest.fixture(
+    params=[
+        (1 << 24, 512, 1 << 20, 1 << 28),
+        (1, 64, 5000, 1 << 28),
+        (1, 64, 5000, 1),
+        (1, 1, 1, 1),
+    ]
+)
 def _portions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ("LOGITS_AT_ONCE", "ROWS_AT_ONCE", "SOFTMAX_AT_ONCE")
+    names = ("LOGITS_AT_ONCE", "ROWS_AT_ONCE", "SOFTMAX_AT_ONCE", "LOGITS_KEPT")
     for name, value in zip(names, request.param, strict=True):
         monkeypatch.setattr(loss, name, value)
 

@@ -8,31 +8,33 @@ from torch.nn import functional as F
 
 from alibi_lm.model.loss import IGNORED, linear_cross_entropy
 from alibi_lm.native import build
-from alibi_lm.native.linear import linear, weight_gradient
+from alibi_lm.native.linear import add_weight_gradient, linear, weight_gradient
 
 pytestmark = pytest.mark.skipif(not build._has_instructions(), reason="this CPU has no AMX")
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (33, 7), (64, 64), (100, 301), (31, 2)])
-def test_transpose(rows: int, columns: int) -> None:
-    assert build.unavailable() is None
-    wide = torch.randn(rows, columns + 5).bfloat16()
-    for values in (wide[:, :columns], wide[:, 5:]):
-        out = torch.empty(columns, rows, dtype=torch.bfloat16)
-        torch.ops.alibi_lm.transpose(values, out)
-        assert torch.equal(out, values.t())
-
-
-@pytest.mark.parametrize("panel", [1 << 22, 1 << 17])
-@pytest.mark.parametrize(("rows", "out", "width"), [(512, 700, 300), (300, 256, 257), (2, 3, 4)])
-def test_weight_gradient(
-    rows: int, out: int, width: int, panel: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("alibi_lm.native.linear.PANEL_VALUES", panel)
-    gradient, values = torch.randn(rows, out).bfloat16(), torch.randn(rows, width).bfloat16()
-    exact = gradient.double().t() @ values.double()
-    error = (weight_gradient(gradient, values).double() - exact).abs().max()
-    assert error <= 2**-8 * exact.abs().max()
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize(
+    ("rows", "out", "width"),
+    [(512, 700, 304), (300, 256, 272), (257, 1030, 512), (2000, 256, 1040), (2, 3, 4)],
+)
+def test_weight_gradient(rows: int, out: int, width: int, threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        wide = torch.randn(rows, out + 8).bfloat16()
+        values = torch.randn(rows, width).bfloat16()
+        for gradient in (wide[:, 8:], wide[:, :out].contiguous()):
+            exact = gradient.double().t() @ values.double()
+            scale = exact.abs().max()
+            got = weight_gradient(gradient, values)
+            assert (got.double() - exact).abs().max() <= 2**-8 * scale
+            total = torch.full((out, width), 0.5)
+            assert add_weight_gradient(total, gradient, values) == (rows > 2)
+            if rows > 2:  # nothing is rounded to bf16 on the way
+                assert (total.double() - 0.5 - exact).abs().max() <= 1e-5 * scale
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("bias", [False, True])
