@@ -5,17 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.connection import Connection
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from alibi_lm.bench.turns import timed
+from alibi_lm.bench.worker import Worker, answer
+from alibi_lm.memory import keep_freed_memory, use_huge_pages
 
 PARTS: Mapping[str, tuple[str, ...]] = {
-    "products": ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "mkldnn"),
+    "products": (
+        "aten::mm",
+        "aten::addmm",
+        "aten::bmm",
+        "aten::baddbmm",
+        "mkldnn",
+        "alibi_lm::weight_gradient",
+    ),
     "attention": ("alibi_lm::attention", "scaled_dot_product"),
     "loss": ("alibi_lm::loss", "softmax", "nll_loss"),
-    "transposes": ("alibi_lm::transpose",),
     "optimizer": ("adam",),
     "norms": ("layer_norm",),
     "gelu": ("gelu",),
@@ -29,6 +38,27 @@ BEST_OF = 3
 """A product counts by the best of this many calls: what the machine can do, caches warm."""
 
 
+class Machine(Worker):
+    """A process that measures products of a model's size and copies, in memory as training has."""
+
+    def __init__(self, size: Mapping[str, int], num_tokens: int, num_threads: int) -> None:
+        super().__init__("the machine's rates", _serve, (size, num_tokens, num_threads))
+
+    def measure(self) -> tuple[Rate, float]:
+        """Products' FLOP/s, and bytes/s of a copy."""
+        rate, bandwidth = self.ask("rates")
+        return rate, bandwidth
+
+
+def _serve(pipe: Connection, job: tuple[Mapping[str, int], int, int]) -> None:
+    size, num_tokens, num_threads = job
+    torch.set_num_threads(num_threads)
+    keep_freed_memory()
+    rate, bandwidth = product_rate(size, num_tokens), memory_bandwidth()
+    use_huge_pages()
+    answer(pipe, {"rates": lambda: (rate(), bandwidth())})
+
+
 @dataclass(frozen=True)
 class Product:
     """[rows, inner] @ [inner, columns], `times` of them in a forward pass."""
@@ -40,7 +70,11 @@ class Product:
 
     @property
     def flops(self) -> float:
-        """Floating-point operations of all of them."""
+        """Floating-point operations of all of them in a forward pass.
+
+        Each of the two products of the backward pass, for the input's gradient and the weight's,
+        has as many.
+        """
         return 2.0 * self.rows * self.inner * self.columns * self.times
 
 
@@ -56,23 +90,38 @@ def products(size: Mapping[str, int], num_tokens: int) -> list[Product]:
     ]
 
 
+@dataclass(frozen=True)
+class Rate:
+    """FLOP/s of plain products."""
+
+    forward: float
+    step: float
+    """Of forward and backward pass together."""
+
+
 def product_rate(
     size: Mapping[str, int], num_tokens: int, dtype: torch.dtype = torch.bfloat16
-) -> Callable[[], float]:
-    """A measurement of FLOP/s: of these products, plain and into memory that is there already."""
-    shapes = products(size, num_tokens)
-    tensors = [
-        (torch.randn(p.rows, p.inner).to(dtype), torch.randn(p.inner, p.columns).to(dtype),
-         torch.empty(p.rows, p.columns, dtype=dtype))
-        for p in shapes
-    ]  # fmt: skip
+) -> Callable[[], Rate]:
+    """A measurement: these products and those of their backward pass, as torch's autograd makes
+    them, into memory that is there already."""
+    tensors = []
+    for product in products(size, num_tokens):
+        values = torch.randn(product.rows, product.inner).to(dtype)
+        weight = torch.randn(product.columns, product.inner).to(dtype)
+        gradient = torch.randn(product.rows, product.columns).to(dtype)
+        outs = [torch.empty_like(x) for x in (gradient, values, weight)]
+        ways = [timed(partial(torch.mm, *pair, out=out)) for pair, out in zip(
+            ((values, weight.t()), (gradient, weight), (gradient.t(), values)), outs, strict=True
+        )]  # fmt: skip
+        tensors.append((product, ways))
 
-    def measure() -> float:
-        seconds = 0.0
-        for shape, (left, right, out) in zip(shapes, tensors, strict=True):
-            product = timed(partial(torch.mm, left, right, out=out))
-            seconds += shape.times * min(product() for _ in range(BEST_OF))
-        return sum(shape.flops for shape in shapes) / seconds
+    def measure() -> Rate:
+        flops, seconds = 0.0, [0.0, 0.0, 0.0]
+        for product, ways in tensors:
+            flops += product.flops
+            for kind, way in enumerate(ways):
+                seconds[kind] += product.times * min(way() for _ in range(BEST_OF))
+        return Rate(flops / seconds[0], 3 * flops / sum(seconds))
 
     return measure
 

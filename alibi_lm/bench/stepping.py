@@ -8,13 +8,11 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
-import multiprocessing
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +20,7 @@ import torch.distributed as dist
 from alibi_lm.bench.machine import profile_step
 from alibi_lm.bench.peers import SIZES, Shape, import_packages, make
 from alibi_lm.bench.turns import timed
+from alibi_lm.bench.worker import Worker, answer
 from alibi_lm.config import Config
 from alibi_lm.memory import (
     keep_freed_memory,
@@ -44,53 +43,23 @@ class Job:
     num_threads: int
 
 
-class Trainee:
+class Trainee(Worker):
     """A process that trains a model; `step` gives the seconds of one step."""
 
     def __init__(self, job: Job) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, other = context.Pipe()
-        self._process = context.Process(target=_serve, args=(other, job), daemon=True)
-        self._process.start()
-        other.close()
-        self.name = job.name
+        super().__init__(job.name, _serve, job)
 
     def step(self) -> float:
         """Seconds of a forward pass, backward pass and update."""
-        return float(self._ask("step"))
+        return float(self.ask("step"))
 
     def memory(self) -> int:
         """Bytes by which the process's peak is above what it held before it made the model."""
-        return int(self._ask("memory"))
+        return int(self.ask("memory"))
 
     def profile(self) -> dict[str, float]:
         """Seconds of processor time of one step by what they went to."""
-        return dict(self._ask("profile"))
-
-    def close(self) -> None:
-        """End the process."""
-        self._pipe.close()
-        self._process.join()
-
-    def _ask(self, what: str) -> Any:
-        self._pipe.send(what)
-        try:
-            return self._pipe.recv()
-        except (EOFError, ConnectionResetError):
-            self._process.join()
-            message = f"the process that trains {self.name} ended with {self._process.exitcode}"
-            raise RuntimeError(message) from None
-
-
-@contextlib.contextmanager
-def trainees(jobs: list[Job]) -> Iterator[list[Trainee]]:
-    """The jobs' processes, ended at the end."""
-    started = [Trainee(job) for job in jobs]
-    try:
-        yield started
-    finally:
-        for each in started:
-            each.close()
+        return dict(self.ask("profile"))
 
 
 def _serve(pipe: Connection, job: Job) -> None:
@@ -113,14 +82,11 @@ def _serve(pipe: Connection, job: Job) -> None:
         import_packages(job.name)
         before = resident_bytes()
         step = _engine_step(job)
-        answers: dict[str, Callable[[], Any]] = {
+        answer(pipe, {
             "step": timed(step),
             "memory": lambda: peak_resident_bytes() - before,
             "profile": lambda: profile_step(step),
-        }
-        with contextlib.suppress(EOFError):
-            while True:
-                pipe.send(answers[pipe.recv()]())
+        })  # fmt: skip
         dist.destroy_process_group()
 
 

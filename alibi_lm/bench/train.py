@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,9 +11,9 @@ from typing import Any
 
 import torch
 
-from alibi_lm.bench.machine import memory_bandwidth, product_rate
+from alibi_lm.bench.machine import Machine, Rate
 from alibi_lm.bench.peers import SIZES, Shape
-from alibi_lm.bench.stepping import Job, trainees
+from alibi_lm.bench.stepping import Job, Trainee
 from alibi_lm.bench.turns import in_turns, markdown, paired_ratio, publish
 from alibi_lm.model.flops import flops_per_token
 
@@ -38,40 +39,43 @@ def benchmark_train(settings: TrainBenchmark, path: Path | None = None) -> dict[
 
     Each is a process of its own, so that its memory is. Ratios are those of the same turn. MFU is
     PaLM's (see `flops_per_token`) over the rate of plain products of the model's own shapes,
-    measured in turns with the steps.
+    those of the backward pass included, measured in turns with the steps.
     """
     shape = Shape(settings.size, settings.sequence_length)
     threads = torch.get_num_threads()
     jobs = [Job(name, shape, settings.num_tokens, threads) for name in settings.names]
-    rates: list[float] = []
-    bandwidths: list[float] = []
-    rate = product_rate(SIZES[settings.size], settings.num_tokens)
-    bandwidth = memory_bandwidth()
+    measured: list[tuple[Rate, float]] = []
+    with contextlib.ExitStack() as stack:
+        rates = Machine(SIZES[settings.size], settings.num_tokens, threads)
+        stack.callback(rates.close)
+        started = [Trainee(job) for job in jobs]
+        for each in started:
+            stack.callback(each.close)
 
-    def machine() -> float:
-        rates.append(rate())
-        bandwidths.append(bandwidth())
-        return 1.0
+        def machine() -> float:
+            measured.append(rates.measure())
+            return 1.0
 
-    with trainees(jobs) as started:
         ways = {each.name: each.step for each in started} | {"machine": machine}
         seconds = in_turns(ways, settings.repeats, WARM_UPS)
         memory = {each.name: each.memory() for each in started}
         profile = started[0].profile()
+    possible = [rate for rate, _ in measured[WARM_UPS:]]
     flops = flops_per_token(shape.model("alibi"), settings.sequence_length) * settings.num_tokens
     result: dict[str, Any] = asdict(settings) | {
         "threads": threads,
         "torch": torch.__version__,
-        "product_rate": median(rates[WARM_UPS:]),
-        "bandwidth": median(bandwidths[WARM_UPS:]),
+        "product_rate": median(rate.step for rate in possible),
+        "forward_product_rate": median(rate.forward for rate in possible),
+        "bandwidth": median(bandwidth for _, bandwidth in measured[WARM_UPS:]),
         "profile": profile,
         "models": {
             name: {
                 "seconds": seconds[name],
                 "tokens_per_second": settings.num_tokens / median(seconds[name]),
                 "mfu": median(
-                    flops / taken / possible
-                    for taken, possible in zip(seconds[name], rates[WARM_UPS:], strict=False)
+                    flops / taken / rate.step
+                    for taken, rate in zip(seconds[name], possible, strict=False)
                 ),
                 "peak_bytes": memory[name],
                 "time": paired_ratio(seconds[name], seconds[settings.names[0]]).as_dict(),
@@ -97,8 +101,9 @@ def benchmark_lines(result: dict[str, Any]) -> list[str]:
             f"{found['mfu']:.0%}", f"{found['peak_bytes'] / 2**20:,.0f}", f"{found['memory']:.2f}",
         ))  # fmt: skip
     title = (f"training steps, {result['size']}, {result['sequence_length']} tokens a sequence, "
-             f"{result['num_tokens']:,} a step, bf16, {result['threads']} threads; products at "
-             f"{result['product_rate'] / 1e9:,.0f} GFLOP/s, memory at "
+             f"{result['num_tokens']:,} a step, bf16, {result['threads']} threads; plain products "
+             f"at {result['product_rate'] / 1e9:,.0f} GFLOP/s (forward "
+             f"{result['forward_product_rate'] / 1e9:,.0f}), memory at "
              f"{result['bandwidth'] / 1e9:.1f} GB/s")  # fmt: skip
     whole = result["profile"]["all"]
     shares = sorted(((part, seconds) for part, seconds in result["profile"].items()
