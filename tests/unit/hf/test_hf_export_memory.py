@@ -71,7 +71,7 @@ def measured(first: Path, out: Path, proof: str, what: str) -> int:
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is measured by /proc")
 @pytest.mark.parametrize("shape", ["mpt", "bloom"])
 def test_memory_is_that_of_a_block(shape: str, tmp_path: Path) -> None:
-    model: dict[str, Any] = {"shape": shape, "num_heads": 8, "num_layers": 20, "hidden_size": 384,
+    model: dict[str, Any] = {"shape": shape, "num_heads": 8, "num_layers": 48, "hidden_size": 384,
                              "initializer_range": 0.02}  # fmt: skip
     step = write_step(tmp_path / "run", model)
     num_bytes = 4 * sum(tensor.numel() for tensor in step.weights().values())
