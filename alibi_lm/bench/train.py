@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from alibi_lm.bench.machine import memory_bandwidth, product_rate
-from alibi_lm.bench.peers import SIZES, Shape
+from alibi_lm.bench.peers import SIZES, Shape, available
 from alibi_lm.bench.stepping import Job, trainees
 from alibi_lm.bench.turns import in_turns, markdown, paired_ratio, publish
+from alibi_lm.errors import ConfigError, Problem
 from alibi_lm.model.flops import flops_per_token
 
 WARM_UPS = 2
@@ -40,6 +41,10 @@ def benchmark_train(settings: TrainBenchmark, path: Path | None = None) -> dict[
     PaLM's (see `flops_per_token`) over the rate of plain products of the model's own shapes,
     measured in turns with the steps.
     """
+    for name in settings.names:
+        if not available(name):
+            fix = f"pip install {name}, or leave it out"
+            raise ConfigError(Problem("--model", name, "is not installed", fix))
     shape = Shape(settings.size, settings.sequence_length)
     threads = torch.get_num_threads()
     jobs = [Job(name, shape, settings.num_tokens, threads) for name in settings.names]
