@@ -69,7 +69,11 @@ def long_inputs(
     curve: int,
     epsilon: float,
 ) -> None:
-    """Score and decode long inputs with RUN's model, by horizons and densely."""
+    """Score and decode long inputs with RUN's model, by horizons and densely.
+
+    The result is written to RUN/evals/step_XXXXXXXX/bench_long.json; with
+    --curve, `alibi-lm report RUN` plots it.
+    """
     from alibi_lm.bench.long import LongBenchmark, benchmark_long
     from alibi_lm.checkpoint.step import open_run
 
