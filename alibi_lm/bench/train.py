@@ -45,6 +45,11 @@ def benchmark_train(settings: TrainBenchmark, path: Path | None = None) -> dict[
         if not available(name):
             fix = f"pip install {name}, or leave it out"
             raise ConfigError(Problem("--model", name, "is not installed", fix))
+    if settings.num_tokens % settings.sequence_length:
+        rule = f"is no multiple of --sequence-length {settings.sequence_length}"
+        raise ConfigError(
+            Problem("--num-tokens", settings.num_tokens, rule, "give whole sequences")
+        )
     shape = Shape(settings.size, settings.sequence_length)
     threads = torch.get_num_threads()
     jobs = [Job(name, shape, settings.num_tokens, threads) for name in settings.names]

@@ -76,11 +76,18 @@ def long_inputs(
     """
     from alibi_lm.bench.long import LongBenchmark, benchmark_long
     from alibi_lm.checkpoint.step import open_run
+    from alibi_lm.errors import ConfigError, Problem
 
     step = open_run(run)
+    if corpus is None:
+        if not step.config.data.corpora:  # an imported run
+            raise ConfigError(
+                Problem("--corpus", None, f"{run} names none", "give --corpus PREFIX")
+            )
+        corpus = step.config.data.corpora[0].prefix
     settings = LongBenchmark(
         sorted(lengths), sorted(length for length in dense_lengths if length), 16384,
         sorted(positions), epsilon, precision, repeats,
         [256 * 4**n for n in range(12) if 256 * 4**n <= curve],
     )  # fmt: skip
-    benchmark_long(step, corpus or step.config.data.corpora[0].prefix, settings)
+    benchmark_long(step, corpus, settings)

@@ -35,6 +35,13 @@ def test_a_package_that_is_missing_is_named_before_anything_starts(
     assert len(done.output.strip().splitlines()) == 1
 
 
+def test_a_step_has_whole_sequences() -> None:
+    arguments = ["bench", "train", "--sequence-length", "512", "--num-tokens", "256"]
+    done = CliRunner().invoke(main, arguments)
+    assert done.exit_code == 2
+    assert "--num-tokens = 256: is no multiple of --sequence-length 512" in done.output
+
+
 def test_models_take_turns_in_processes_of_their_own(tmp_path: Path) -> None:
     """The command itself, on its smaller size: three steps of ours and of a stock class."""
     path = tmp_path / "result.json"
