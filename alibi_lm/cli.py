@@ -122,7 +122,8 @@ def plan(
 @click.argument("config", type=click.Path(path_type=Path), required=False)
 @OVERRIDES
 @click.option("--hostfile", type=click.Path(path_type=Path), help="Examine all of its hosts.")
-@click.option("--num-ranks", type=click.IntRange(1), default=1, help="Ranks, without a hostfile.")
+@click.option("--num-ranks", type=click.IntRange(1), default=1, show_default=True,
+              help="Ranks, without a hostfile.")  # fmt: skip
 @click.option("--master-addr", help="Where the hosts meet; by default the first one's address.")
 @click.option("--master-port", default=29500, show_default=True, help="Port of the meeting.")
 def doctor(

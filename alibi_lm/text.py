@@ -44,7 +44,7 @@ class Run:
         """
         tokenizer = self.step.tokenizer()
         if tokenizer is None:
-            fix = "train with data.tokenizer set"
+            fix = "train with data.tokenizer set, or import a folder with its tokenizer"
             folder = str(self.step.folder)
             raise CheckpointError(Problem(folder, None, "has no tokenizer", fix))
         return tokenizer

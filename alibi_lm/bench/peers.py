@@ -57,7 +57,7 @@ class Losses(nn.Module):
 
 def available(name: str) -> bool:
     """Whether the peer's package is installed."""
-    package = {"x-transformers": "x_transformers"}.get(name)
+    package = {X_TRANSFORMERS: "x_transformers"}.get(name)
     return package is None or importlib.util.find_spec(package) is not None
 
 

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from alibi_lm.bench.machine import Machine, Rate
-from alibi_lm.bench.peers import SIZES, Shape
+from alibi_lm.bench.peers import SIZES, Shape, available
 from alibi_lm.bench.stepping import Job, Trainee
 from alibi_lm.bench.turns import in_turns, markdown, paired_ratio, publish
+from alibi_lm.errors import ConfigError, Problem
 from alibi_lm.model.flops import flops_per_token
 
 WARM_UPS = 2
@@ -41,6 +42,15 @@ def benchmark_train(settings: TrainBenchmark, path: Path | None = None) -> dict[
     PaLM's (see `flops_per_token`) over the rate of plain products of the model's own shapes,
     those of the backward pass included, measured in turns with the steps.
     """
+    for name in settings.names:
+        if not available(name):
+            fix = f"pip install {name}, or leave it out"
+            raise ConfigError(Problem("--model", name, "is not installed", fix))
+    if settings.num_tokens % settings.sequence_length:
+        rule = f"is no multiple of --sequence-length {settings.sequence_length}"
+        raise ConfigError(
+            Problem("--num-tokens", settings.num_tokens, rule, "give whole sequences")
+        )
     shape = Shape(settings.size, settings.sequence_length)
     threads = torch.get_num_threads()
     jobs = [Job(name, shape, settings.num_tokens, threads) for name in settings.names]

@@ -181,13 +181,19 @@ def resolve_step(path: Path) -> Path:
     Raises:
         CheckpointError: there is no such folder, or no complete checkpoint in it.
     """
+    if str(path).startswith("hf:"):
+        rule, fix = "is for evals, and a run is needed here", "make one with `alibi-lm import`"
+        raise CheckpointError(Problem(str(path), None, rule, fix))
     if not path.is_dir():
         raise CheckpointError(Problem(str(path), None, "no such folder", "check the path"))
     if (path / META).is_file():
         return path
     folders = step_folders(path)
     if not folders:
-        if _STEP.match(path.name):
+        if (path / "config.json").is_file():
+            rule = "is a Hugging Face folder, and a run is needed here"
+            fix = "judge it as hf:FOLDER, or make a run of it with `alibi-lm import`"
+        elif _STEP.match(path.name):
             rule, fix = "is not a complete checkpoint (no meta.json)", "choose another step"
         else:
             rule, fix = "holds no complete checkpoint", "train first, or check the path"

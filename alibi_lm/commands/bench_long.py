@@ -69,14 +69,25 @@ def long_inputs(
     curve: int,
     epsilon: float,
 ) -> None:
-    """Score and decode long inputs with RUN's model, by horizons and densely."""
+    """Score and decode long inputs with RUN's model, by horizons and densely.
+
+    The result is written to RUN/evals/step_XXXXXXXX/bench_long.json; with
+    --curve, `alibi-lm report RUN` plots it.
+    """
     from alibi_lm.bench.long import LongBenchmark, benchmark_long
     from alibi_lm.checkpoint.step import open_run
+    from alibi_lm.errors import ConfigError, Problem
 
     step = open_run(run)
+    if corpus is None:
+        if not step.config.data.corpora:  # an imported run
+            raise ConfigError(
+                Problem("--corpus", None, f"{run} names none", "give --corpus PREFIX")
+            )
+        corpus = step.config.data.corpora[0].prefix
     settings = LongBenchmark(
         sorted(lengths), sorted(length for length in dense_lengths if length), 16384,
         sorted(positions), epsilon, precision, repeats,
         [256 * 4**n for n in range(12) if 256 * 4**n <= curve],
     )  # fmt: skip
-    benchmark_long(step, corpus or step.config.data.corpora[0].prefix, settings)
+    benchmark_long(step, corpus, settings)

@@ -21,9 +21,11 @@ from alibi_lm.console import console
               help="Tokens to add at most.")  # fmt: skip
 @click.option("--temperature", type=click.FloatRange(0), default=0.0, show_default=True,
               help="0 takes the likeliest token.")  # fmt: skip
-@click.option("--top-k", type=click.IntRange(1), help="Sample from the k likeliest tokens.")
+@click.option("--top-k", type=click.IntRange(1),
+              help="Sample from the k likeliest tokens; with --temperature.")  # fmt: skip
 @click.option("--top-p", type=click.FloatRange(0, 1, min_open=True),
-              help="Sample from the likeliest tokens of this total share.")  # fmt: skip
+              help="Sample from the likeliest tokens of this total share; with "
+              "--temperature.")  # fmt: skip
 @click.option("--seed", default=0, show_default=True, help="Seed of the sampling.")
 @click.option("--stop", "stops", multiple=True,
               help="End before this text; may be given several times.")  # fmt: skip

@@ -179,7 +179,7 @@ def run_generalisation(
     tokenizer = subject.tokenizer()
     if tokenizer is None:
         rule = "has no tokenizer to write problems with"
-        fix = "set data.tokenizer in the run's config"
+        fix = "train with data.tokenizer set, or put its tokenizer into the Hugging Face folder"
         raise DataError(Problem(subject.argument, None, rule, fix))
     lengths = usable_lengths(subject, tokenizer, config)
     scorer = scorer or subject.scorer(config.precision, scaling=config.scaling)

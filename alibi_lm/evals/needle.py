@@ -199,7 +199,7 @@ def run_needle(
     tokenizer = subject.tokenizer()
     if tokenizer is None:
         rule = "has no tokenizer to write needles with"
-        fix = "set data.tokenizer in the run's config"
+        fix = "train with data.tokenizer set, or put its tokenizer into the Hugging Face folder"
         raise DataError(Problem(subject.argument, None, rule, fix))
     files = results.open_corpora(subject, config)
     maker = PromptMaker(tokenizer, files, config.seed, config.num_distractors)

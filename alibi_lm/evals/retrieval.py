@@ -63,7 +63,7 @@ def run_retrieval(
     tokenizer = subject.tokenizer()
     if tokenizer is None:
         rule = "has no tokenizer to write prompts with"
-        fix = "set data.tokenizer in the run's config"
+        fix = "train with data.tokenizer set, or put its tokenizer into the Hugging Face folder"
         raise DataError(Problem(subject.argument, None, rule, fix))
     files = results.open_corpora(subject, config)
     names = config.tasks or default_tasks(len(config.qa_files))

@@ -149,7 +149,7 @@ def _exact(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Tensor:
 _HALF = frozenset({torch.bfloat16, torch.float16})
 
 # In order of preference; "native_cpu" is compiled where it is first used. None has been run on a
-# GPU yet: `alibi-lm bench --gpu-check` does that.
+# GPU yet: `alibi-lm bench gpu-check` does that.
 KERNELS: dict[str, Kernel] = {
     "native_cpu": Kernel(_native, frozenset({"cpu"}), frozenset({torch.bfloat16}), window=True,
                          horizons=True, why_not=why_not),

@@ -1,4 +1,4 @@
-"""Every attention kernel of a GPU against float64, and what each costs: `bench --gpu-check`.
+"""Every attention kernel of a GPU against float64, and what each costs: `bench gpu-check`.
 
 The same code runs on a CPU at small sizes, in a test; there it says nothing about speed.
 """
@@ -69,7 +69,7 @@ def gpu_check(settings: GpuCheck, path: Path) -> dict[str, Any]:
     device = torch.device(settings.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         fix = "run it where torch.cuda.is_available() is true"
-        raise ConfigError(Problem("bench --gpu-check", None, "torch finds no CUDA device", fix))
+        raise ConfigError(Problem("bench gpu-check", None, "torch finds no CUDA device", fix))
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     result: dict[str, Any] = {"device": name, "torch": torch.__version__, "kernels": {}}
     for kernel in KERNELS:

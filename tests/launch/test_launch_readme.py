@@ -63,6 +63,7 @@ REASONS = [
     "make sets up an environment of its own",
     "needs GPUs or several hosts",
     "needs several hosts",
+    "takes minutes and a corpus of a million tokens",
     "takes minutes; x-transformers is not a dependency",
     "takes minutes, 12 GiB of memory and 27 GB of disk",
 ]

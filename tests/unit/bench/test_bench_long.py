@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 
 from alibi_lm.bench.curve import dense_seconds
 from alibi_lm.bench.long import LongBenchmark, benchmark_long
 from alibi_lm.bench.long_table import benchmark_lines
+from alibi_lm.cli import main
 from alibi_lm.errors import ConfigError, DataError
 from alibi_lm.evals.report import write_report
 from alibi_lm.evals.subject import NativeSubject
@@ -86,3 +89,11 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
     rotary = fake_step(tmp_path, [prefix], fake_decoder=model("rotary"))
     with pytest.raises(ConfigError, match="rotary"):
         benchmark_long(rotary, str(prefix), SMALL)
+
+
+def test_a_run_without_a_corpus_needs_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    imported = SimpleNamespace(config=SimpleNamespace(data=SimpleNamespace(corpora=[])))
+    monkeypatch.setattr("alibi_lm.checkpoint.step.open_run", lambda run: imported)
+    done = CliRunner().invoke(main, ["bench", "long", "runs/imported"])
+    assert done.exit_code == 2
+    assert done.output == "error: --corpus: runs/imported names none; give --corpus PREFIX\n"

@@ -23,6 +23,25 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SIZES, "4m", SMALL)
 
 
+def test_a_package_that_is_missing_is_named_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("alibi_lm.bench.train.available", lambda name: name != "x-transformers")
+    done = CliRunner().invoke(main, ["bench", "train", "--model", "x-transformers"])
+    assert done.exit_code == 2
+    assert done.output.strip().endswith(
+        "is not installed; pip install x-transformers, or leave it out"
+    )
+    assert len(done.output.strip().splitlines()) == 1
+
+
+def test_a_step_has_whole_sequences() -> None:
+    arguments = ["bench", "train", "--sequence-length", "512", "--num-tokens", "256"]
+    done = CliRunner().invoke(main, arguments)
+    assert done.exit_code == 2
+    assert "--num-tokens = 256: is no multiple of --sequence-length 512" in done.output
+
+
 def test_models_take_turns_in_processes_of_their_own(tmp_path: Path) -> None:
     """The command itself, on its smaller size: three steps of ours and of a stock class."""
     path = tmp_path / "result.json"

@@ -85,6 +85,16 @@ def test_no_checkpoint_is_said_so(tmp_path: Path) -> None:
         resolve_step(partial)
 
 
+def test_a_hugging_face_folder_is_told_from_a_run(tmp_path: Path) -> None:
+    folder = tmp_path / "hf/step_00000007"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="is a Hugging Face folder.*alibi-lm import"):
+        resolve_step(folder)
+    with pytest.raises(CheckpointError, match="is for evals.*alibi-lm import"):
+        resolve_step(Path("hf:bigscience/bloom-560m"))
+
+
 def test_retention_never_deletes_the_newest_for_a_damaged_future(tmp_path: Path) -> None:
     for step in (2, 4, 6, 8, 100):
         make(tmp_path, step)
