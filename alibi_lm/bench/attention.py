@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from alibi_lm.bench.peers import SIZES
 from alibi_lm.bench.turns import in_turns, markdown, paired_ratio, publish, timed
+from alibi_lm.errors import ConfigError, Problem
 from alibi_lm.model.attention import KERNELS, Request, attention
 from alibi_lm.model.slopes import alibi_slopes
 
@@ -37,6 +38,9 @@ class AttentionBenchmark:
 
 def benchmark_attention(settings: AttentionBenchmark, path: Path | None = None) -> dict[str, Any]:
     """Time one layer's attention in bf16 each way, in turns, at each length; say the ratios."""
+    if too_long := [length for length in settings.lengths if length > settings.num_tokens]:
+        rule = f"holds no sequence of {max(too_long)}"
+        raise ConfigError(Problem("--num-tokens", settings.num_tokens, rule, "give more"))
     rows = []
     for length in settings.lengths:
         q, k, v, grad = _inputs(settings, length)
@@ -67,7 +71,7 @@ def _inputs(settings: AttentionBenchmark, length: int) -> tuple[Tensor, Tensor, 
     heads = SIZES[settings.size]["num_heads"]
     width = SIZES[settings.size]["hidden_size"] // heads
     generator = torch.Generator().manual_seed(0)
-    batch = max(1, settings.num_tokens // length)
+    batch = settings.num_tokens // length
     joint = torch.randn(batch, length, 4, heads, width, generator=generator).bfloat16()
     q, k, v, grad = (part.transpose(1, 2) for part in joint.unbind(2))
     return q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), grad

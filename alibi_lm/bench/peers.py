@@ -22,7 +22,9 @@ SIZES: dict[str, dict[str, int]] = {
     "4m": {"num_layers": 4, "hidden_size": 256, "num_heads": 8, "vocab_size": 4096},
     "125m": {"num_layers": 12, "hidden_size": 768, "num_heads": 12, "vocab_size": 32000},
 }
-OURS = ("alibi", "none", "sinusoidal", "rotary", "t5")
+DENSE = "alibi-dense"
+"""ALiBi whose attention leaves nothing out (`train.attention_epsilon` 0)."""
+OURS = ("alibi", DENSE, "none", "sinusoidal", "rotary", "t5")
 """This project's model with each position scheme."""
 STOCK = ("mpt", "bloom")
 """Classes of transformers, with eager attention: they have no other."""
@@ -76,8 +78,9 @@ def make(name: str, shape: Shape) -> Losses:
         return Losses(_stock(name, shape), _stock_loss)
     if name == X_TRANSFORMERS:
         return Losses(_x_transformers(shape), _logits_loss)
-    decoder = Decoder(shape.model(name))
-    set_attention_epsilon(decoder, TrainConfig().attention_epsilon)  # as a run does
+    decoder = Decoder(shape.model("alibi" if name == DENSE else name))
+    # As a run does it by default.
+    set_attention_epsilon(decoder, 0.0 if name == DENSE else TrainConfig().attention_epsilon)
     return Losses(decoder, _our_loss)
 
 

@@ -24,8 +24,8 @@ from alibi_lm.commands.bench_parts import JSON, REPEATS
               help="Tokens of a step.")  # fmt: skip
 @click.option("--model", "names", multiple=True, default=("alibi", "none", "mpt", "bloom"),
               show_default=True, help="A model; the first is what the others are compared with.",
-              type=click.Choice(["alibi", "none", "sinusoidal", "rotary", "t5", "mpt", "bloom",
-                                 "x-transformers"]))  # fmt: skip
+              type=click.Choice(["alibi", "alibi-dense", "none", "sinusoidal", "rotary", "t5",
+                                 "mpt", "bloom", "x-transformers"]))  # fmt: skip
 @REPEATS
 @JSON
 def train(
@@ -38,8 +38,8 @@ def train(
 ) -> None:
     """Training steps of this project's model and of others of its size, in turns.
 
-    mpt and bloom are transformers' own classes; x-transformers is its decoder with
-    alibi_pos_bias, if that package is installed.
+    alibi-dense leaves no keys out (train.attention_epsilon 0). mpt and bloom are transformers' own
+    classes; x-transformers is its decoder with alibi_pos_bias, if that package is installed.
     """
     from alibi_lm.bench.train import TrainBenchmark, benchmark_train
 

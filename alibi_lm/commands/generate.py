@@ -63,6 +63,14 @@ def generate(
     if stream and len(texts) > 1:
         rule = f"writes one text as it comes, and there are {len(texts)} prompts"
         raise ConfigError(Problem("--stream", None, rule, "leave it out"))
+    given = {"--top-k": top_k, "--top-p": top_p}
+    unused = [
+        Problem(key, value, "says from which tokens to sample, and --temperature 0 takes the "
+                            "likeliest one", "give --temperature too, or leave it out")
+        for key, value in given.items() if value is not None and temperature == 0
+    ]  # fmt: skip
+    if unused:
+        raise ConfigError(*unused)
     loaded = load_run(run)
     if stream is None:
         stream = len(texts) == 1 and sys.stdout.isatty()

@@ -85,6 +85,9 @@ def test_generate_command(place: Path, run: Run) -> None:
     assert output(given="def f\n") == first
     assert output("-p", "def f", "--stream") == first
     assert "writes one text" in output("-p", "a", "-p", "b", "--stream", code=2)
+    refused = output("-p", "a", "--top-k", "3", "--top-p", "0.5", code=2)
+    assert "--top-k = 3: says from which" in refused
+    assert "--top-p = 0.5: says from which" in refused
     assert "is empty" in output("-p", "a", "--stop", "", code=2)
 
 

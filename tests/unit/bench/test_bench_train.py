@@ -40,6 +40,9 @@ def test_a_step_has_whole_sequences() -> None:
     done = CliRunner().invoke(main, arguments)
     assert done.exit_code == 2
     assert "--num-tokens = 256: is no multiple of --sequence-length 512" in done.output
+    done = CliRunner().invoke(main, ["bench", "attention", "--num-tokens", "256"])
+    assert done.exit_code == 2
+    assert "--num-tokens = 256: holds no sequence of 2048" in done.output
 
 
 def test_models_take_turns_in_processes_of_their_own(tmp_path: Path) -> None:
