@@ -14,6 +14,7 @@ from alibi_lm.bench.machine import memory_bandwidth, product_rate
 from alibi_lm.bench.peers import SIZES, Shape
 from alibi_lm.bench.stepping import Job, trainees
 from alibi_lm.bench.turns import in_turns, markdown, paired_ratio, publish
+from alibi_lm.errors import ConfigError, Problem
 from alibi_lm.model.flops import flops_per_token
 
 WARM_UPS = 2
@@ -39,7 +40,14 @@ def benchmark_train(settings: TrainBenchmark, path: Path | None = None) -> dict[
     Each is a process of its own, so that its memory is. Ratios are those of the same turn. MFU is
     PaLM's (see `flops_per_token`) over the rate of plain products of the model's own shapes,
     measured in turns with the steps.
+
+    Raises:
+        ConfigError: a step's tokens are not whole sequences.
     """
+    if settings.num_tokens % settings.sequence_length:
+        rule = f"does not divide the {settings.num_tokens} tokens of a step"
+        fix = "give a --num-tokens that is a multiple of it"
+        raise ConfigError(Problem("--sequence-length", settings.sequence_length, rule, fix))
     shape = Shape(settings.size, settings.sequence_length)
     threads = torch.get_num_threads()
     jobs = [Job(name, shape, settings.num_tokens, threads) for name in settings.names]

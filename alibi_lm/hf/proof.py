@@ -275,7 +275,11 @@ def _compare_tokenizers(
     """Ids and decoded text of the run's tokenizer and of `AutoTokenizer` must be equal."""
     from transformers import AutoTokenizer
 
-    loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    # Without an answer, a folder with a modelling file makes it ask whether to run that.
+    with quiet():
+        loaded = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
     if not loaded.is_fast or len(loaded) > tokenizer.vocab_size:
         raise Mismatch(f"AutoTokenizer loads {len(loaded)} ids, fast: {loaded.is_fast}")
     num_documents = num_tokens = 0

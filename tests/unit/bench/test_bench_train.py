@@ -12,7 +12,9 @@ from click.testing import CliRunner
 from alibi_lm.bench.attention import AttentionBenchmark, _eager, _ways, benchmark_attention
 from alibi_lm.bench.machine import PARTS, Product, product_rate, products, profile_step
 from alibi_lm.bench.peers import OURS, SIZES, STOCK, Shape, make
+from alibi_lm.bench.train import TrainBenchmark, benchmark_train
 from alibi_lm.cli import main
+from alibi_lm.errors import ConfigError
 from alibi_lm.model.flops import num_parameters
 
 SMALL = {"num_layers": 2, "hidden_size": 64, "num_heads": 4, "vocab_size": 256}
@@ -43,6 +45,13 @@ def test_models_take_turns_in_processes_of_their_own(tmp_path: Path) -> None:
     assert "| mpt |" in done.output
     assert set(result["profile"]) == {*PARTS, "other", "all"}
     assert result["profile"]["products"] > 0
+
+
+def test_a_step_is_of_whole_sequences() -> None:
+    """Its tokens/s count all tokens that were asked for."""
+    for length in (33, 3000):
+        with pytest.raises(ConfigError, match=f"--sequence-length = {length}: does not divide"):
+            benchmark_train(TrainBenchmark(sequence_length=length, num_tokens=4096))
 
 
 @pytest.mark.usefixtures("_small")

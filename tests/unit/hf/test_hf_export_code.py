@@ -19,7 +19,7 @@ from alibi_lm.hf import code
 from alibi_lm.hf import export as export_module
 from alibi_lm.hf.export import export
 from alibi_lm.model.generation import generate
-from tests.unit.hf.small_step import LENGTH, write_step
+from tests.unit.hf.small_step import LENGTH, add_tokenizer, write_step
 
 STOCK = {"position": "alibi", "num_heads": 6}
 MODELS: list[dict[str, Any]] = [
@@ -57,6 +57,19 @@ def test_the_same_logits_and_tokens(model: dict[str, Any], tmp_path: Path) -> No
     found = loaded.generate(tokens[:, :9], max_new_tokens=32, do_sample=False)[:, 9:]
     assert found.tolist() == generate(decoder, tokens[:, :9], 32)
     assert "trust_remote_code=True" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_nobody_is_asked_whether_our_own_file_may_be_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = write_step(tmp_path / "run", {"num_heads": 8, "position": "rotary"})
+    add_tokenizer(step, tmp_path)
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
+    facts = export(step, tmp_path / "out", with_code=True)
+    assert facts["proof"]["tokenizer"]
+    assert capsys.readouterr().out.count("\n") == 1
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert '("PATH_OF_THIS_FOLDER", trust_remote_code=True)' in card, "for the tokenizer too"
 
 
 def test_the_folder_needs_nothing_of_this_package(tmp_path: Path) -> None:
