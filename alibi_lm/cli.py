@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
@@ -51,6 +52,9 @@ def main() -> None:
     Exit codes: 0 done, 2 a mistake to mend (one line says which), 3 a loss that is not finite,
     4 asked to stop, and saved, 5 a rank or host lost: the same command goes on, 130 interrupted.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a locale's encoding may lack a text's characters
+            stream.reconfigure(errors="backslashreplace")
     # https://no-color.org: any value but an empty one.
     console.coloured = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 

@@ -41,6 +41,9 @@ def benchmark_train(settings: TrainBenchmark, path: Path | None = None) -> dict[
     Each is a process of its own, so that its memory is. Ratios are those of the same turn. MFU is
     PaLM's (see `flops_per_token`) over the rate of plain products of the model's own shapes,
     those of the backward pass included, measured in turns with the steps.
+
+    Raises:
+        ConfigError: a model's package is not installed, or a step's tokens are not whole sequences.
     """
     for name in settings.names:
         if not available(name):

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from typing import Any
 
 import click
 
 OVERRIDES = click.argument("overrides", nargs=-1, metavar="[section.key=value]...")
 RUN = click.argument("run", type=click.Path(path_type=Path))
 _WHOLE = 1000
+
+
+class FiniteRange(click.FloatRange):
+    """A range of numbers. `click.FloatRange` lets NaN through, as it compares with nothing."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The number of a text."""
+        found = super().convert(value, param, ctx)
+        if not math.isfinite(found):
+            self.fail(f"{value} is not a finite number.", param, ctx)
+        return found
 
 
 class Commands(click.Group):

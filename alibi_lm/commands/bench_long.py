@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from alibi_lm.commands.arguments import RUN
+from alibi_lm.commands.arguments import RUN, FiniteRange
 
 
 @click.command("long")
@@ -53,7 +53,7 @@ from alibi_lm.commands.arguments import RUN
 )
 @click.option(
     "--epsilon",
-    type=click.FloatRange(0, 1, min_open=True, max_open=True),
+    type=FiniteRange(0, 1, min_open=True, max_open=True),
     default=1e-6,
     show_default=True,
     help="What each head may leave out of a row.",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from alibi_lm.commands.arguments import OVERRIDES
+from alibi_lm.commands.arguments import OVERRIDES, FiniteRange
 
 REPEATS = click.option("--repeats", type=click.IntRange(1), default=7, show_default=True,
                        help="Turns; medians are taken over them.")  # fmt: skip
@@ -18,7 +18,7 @@ JSON = click.option("--json", "path", type=click.Path(path_type=Path, dir_okay=F
 @click.command()
 @click.argument("recipe", type=click.Path(path_type=Path))
 @OVERRIDES
-@click.option("--megabytes", type=click.FloatRange(0.1, 1e5), default=16.0, show_default=True,
+@click.option("--megabytes", type=FiniteRange(0.1, 1e5), default=16.0, show_default=True,
               help="Text of one measurement.")  # fmt: skip
 @REPEATS
 @JSON
@@ -42,7 +42,7 @@ def tokenize(
 
 @click.command()
 @click.argument("prefix", type=click.Path(path_type=Path))
-@click.option("--gigabytes", type=click.FloatRange(0.001, 1e5), default=28.0, show_default=True,
+@click.option("--gigabytes", type=FiniteRange(0.001, 1e5), default=28.0, show_default=True,
               help="Size of the corpus that is made; more than the machine's memory.")  # fmt: skip
 @click.option("--keep", is_flag=True, help="Leave the corpus there for another time.")
 @REPEATS

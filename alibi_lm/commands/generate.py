@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from alibi_lm.commands.arguments import RUN
+from alibi_lm.commands.arguments import RUN, FiniteRange
 from alibi_lm.console import console
 
 
@@ -19,11 +19,11 @@ from alibi_lm.console import console
               "a prompt a line; without any, all of standard input is one prompt.")  # fmt: skip
 @click.option("--max-new-tokens", type=click.IntRange(1), default=64, show_default=True,
               help="Tokens to add at most.")  # fmt: skip
-@click.option("--temperature", type=click.FloatRange(0), default=0.0, show_default=True,
+@click.option("--temperature", type=FiniteRange(0), default=0.0, show_default=True,
               help="0 takes the likeliest token.")  # fmt: skip
 @click.option("--top-k", type=click.IntRange(1),
               help="Sample from the k likeliest tokens; with --temperature.")  # fmt: skip
-@click.option("--top-p", type=click.FloatRange(0, 1, min_open=True),
+@click.option("--top-p", type=FiniteRange(0, 1, min_open=True),
               help="Sample from the likeliest tokens of this total share; with "
               "--temperature.")  # fmt: skip
 @click.option("--seed", default=0, show_default=True, help="Seed of the sampling.")
@@ -33,7 +33,7 @@ from alibi_lm.console import console
               help="Write text as it comes; by default on a terminal, for one prompt.")  # fmt: skip
 @click.option(
     "--epsilon",
-    type=click.FloatRange(0, 1, max_open=True),
+    type=FiniteRange(0, 1, max_open=True),
     default=1e-6,
     show_default=True,
     help="What each head may leave out of a row, beyond 2,048 tokens; 0 is dense.",
@@ -98,5 +98,17 @@ def generate(
 def _texts(prompts: Sequence[str]) -> list[str]:
     texts: list[str] = []
     for prompt in prompts:
-        texts += sys.stdin.read().splitlines() if prompt == "-" else [prompt]
-    return texts if prompts else [sys.stdin.read().removesuffix("\n")]
+        # No str.splitlines: it also cuts at form feeds and other characters of a text.
+        lines = _standard_input().removesuffix("\n").split("\n") if prompt == "-" else [prompt]
+        texts += [] if prompt == "-" and lines == [""] else lines
+    return texts if prompts else [_standard_input().removesuffix("\n")]
+
+
+def _standard_input() -> str:
+    from alibi_lm.errors import DataError, Problem
+
+    try:
+        return "" if sys.stdin is None else sys.stdin.read()
+    except UnicodeDecodeError as error:
+        rule = f"cannot be read as text ({error})"
+        raise DataError(Problem("standard input", None, rule, "give UTF-8")) from None

@@ -20,7 +20,7 @@ from alibi_lm.files import write_json, write_text
 from alibi_lm.hf.bloom import BLOOM, BLOOM_READING
 from alibi_lm.hf.card import model_card
 from alibi_lm.hf.code import CODE, prove_code, write_code
-from alibi_lm.hf.facts import FACTS, file_digests
+from alibi_lm.hf.facts import FACTS, check_own_files, file_digests
 from alibi_lm.hf.layout import Layout, TokenIds, check_code, check_model, config_json
 from alibi_lm.hf.mpt import MPT, MPT_READING
 from alibi_lm.hf.proof import (
@@ -98,7 +98,8 @@ def export(
 
     Raises:
         ConfigError: an unknown dtype or format, or a model that no stock class holds.
-        CheckpointError: `out` holds something else, the proof fails, or there is no room.
+        CheckpointError: `out` holds something else or a damaged export, the proof fails, or there
+            is no room.
     """
     layout = _layout(step, dtype, format, with_code)
     kind = _kind(proof, step, layout)
@@ -109,6 +110,7 @@ def export(
     wanted = {"checkpoint": {"step": step.step, "weights": digest}, "settings": settings}
     done = _existing(out, wanted)
     if done is not None:
+        _check_done(out)
         console.say(f"export {out}: already made from step {step.step:,}")
         return done
     with new_folder(out) as folder:
@@ -174,6 +176,15 @@ def _existing(out: Path, wanted: dict[str, Any]) -> dict[str, Any] | None:
         rule = f"holds another export, or one of an earlier version (other {', '.join(keys)})"
         raise CheckpointError(Problem(str(out), None, rule, "name another folder, or remove it"))
     return dict(facts)
+
+
+def _check_done(out: Path) -> None:
+    """Refuse to call an export made whose files have been lost or changed since."""
+    try:
+        check_own_files(out)
+    except CheckpointError as error:
+        fix = f"remove {out}, and export again"
+        raise CheckpointError(*(replace(p, fix=fix) for p in error.problems)) from None
 
 
 def _write(

@@ -93,13 +93,13 @@ def import_folder(
     check_own_files(folder)
     found = folder_tokenizer(folder) if tokenizer else None
     config = run_config(folder, run, reading, theirs, found, overrides)
-    kind = choose(proof, config.model)
     kept = dict(_kept(reading, theirs))
     with (
         SourceFolder(folder, reading.prefix, allow_pickle=allow_pickle) as source,
         new_folder(run) as partial,
     ):
         names = tensor_names(folder, source, reading, config)
+        kind = choose(proof, config.model)
         nats = None
         if kind == "logits":  # memory holds whole models, and more than bits is asked for
 
@@ -239,6 +239,7 @@ def tensor_names(
     folder: Path, source: SourceFolder, reading: Reading, config: Config
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
     """By canonical name, the class's name and shape of every tensor, all found in the folder."""
+    _check_sizes(folder, source, reading, config.model)
     shapes = {name: tuple(t.shape) for name, t in unset_weights(config.model).items()}
     names = {ours: (theirs, shapes[ours]) for ours, theirs in reading.names(config.model)}
     assert names.keys() == shapes.keys()
@@ -252,6 +253,20 @@ def tensor_names(
             rule = "differs from the embedding, to which config.json ties it"
             raise CheckpointError(Problem(f"{folder}: {tied}", None, rule, "restore the folder"))
     return {name: names[name] for name in shapes}
+
+
+def _check_sizes(folder: Path, source: SourceFolder, reading: Reading, model: ModelConfig) -> None:
+    """Refuse sizes that the folder cannot have: shapes of a billion blocks would take for ever."""
+    if model.num_layers > len(source.shapes):
+        rule = f"is more than the {len(source.shapes)} tensors of the folder"
+        key = f"{folder}/config.json: number of blocks"
+        raise CheckpointError(Problem(key, model.num_layers, rule, "restore it"))
+    name = next(theirs for ours, theirs in reading.names(model) if ours == "embedding.weight")
+    stored, stated = source.shapes.get(name), (model.vocab_size, model.hidden_size)
+    rule = f"has shape {list(stored or ())}, not {list(stated)} as config.json says"
+    if stored != stated:
+        rule = rule if stored else "is missing"
+        raise CheckpointError(Problem(f"{folder}: {name}", None, rule, "restore the folder"))
 
 
 def canonical(reading: Reading, model: ModelConfig, name: str, stored: Tensor) -> Tensor:

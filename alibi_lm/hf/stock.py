@@ -68,18 +68,22 @@ def load_model(folder: Path, class_name: str) -> Any:
     """The folder's model in fp32, as `AutoModelForCausalLM` gives it; code in it is not run.
 
     Raises:
-        Mismatch: another class comes out, or a tensor is missing or left over.
+        Mismatch: it cannot be loaded, another class comes out, or a tensor is missing or left over.
     """
     from transformers import AutoModelForCausalLM
 
-    model, report = AutoModelForCausalLM.from_pretrained(
-        folder,
-        dtype=torch.float32,
-        attn_implementation="eager",
-        output_loading_info=True,
-        local_files_only=True,
-        trust_remote_code=False,
-    )
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=torch.float32,
+            attn_implementation="eager",
+            output_loading_info=True,
+            local_files_only=True,
+            trust_remote_code=False,
+        )
+    except Exception as error:  # what it makes of a config's other keys raises errors of many kinds
+        detail = " ".join(f"{type(error).__name__}: {error}".split())[:160]
+        raise Mismatch(f"transformers cannot load it ({detail})", "mend the folder") from None
     amiss = {kind: sorted(map(str, names)) for kind, names in report.items() if names}
     if amiss or type(model).__name__ != class_name:
         raise Mismatch(f"{type(model).__name__} loads it with {amiss or 'nothing amiss'}")

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import os
 import shutil
+import struct
 import subprocess
 import sysconfig
 import tempfile
@@ -26,6 +28,8 @@ FLAGS = ("-std=c++20", "-O3", "-fPIC", "-fopenmp", "-Wno-ignored-attributes",
          "-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl", "-mavx512bf16",
          "-mfma")  # fmt: skip
 COMPILE_SECONDS = 600.0
+_ELF = struct.Struct("<4s36xQ10xHH2x")
+"""Magic, and offset, entry size and count of the table of sections, in the header of ELF-64."""
 
 
 @cache
@@ -59,17 +63,32 @@ def _has_instructions() -> bool:
 
 
 def _library(compiler: str) -> Path:
-    """The compiled library; made if it is not there, by one process while others wait."""
-    folder = Path(cpp_extension.get_default_build_root()) / "alibi_lm"
+    """The compiled library; made if it is not there whole, by one process while others wait."""
+    # TORCH_EXTENSIONS_DIR, or a folder of this Python's in the user's cache.
+    folder = Path(cpp_extension._get_build_directory("alibi_lm", verbose=False))
     path = folder / f"attention_{_fingerprint(compiler)}.so"
-    if path.exists():
+    if _whole(path):
         return path
-    folder.mkdir(parents=True, exist_ok=True)
     with (folder / f"{path.stem}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not path.exists():
+        if not _whole(path):
             _compile(compiler, path)
     return path
+
+
+def _whole(path: Path) -> bool:
+    """Whether a library is there to its end, where ELF's table of sections lies.
+
+    A full disk or a lost machine can leave one cut short, which ends the process that loads it.
+    """
+    if not path.exists():
+        return False
+    with path.open("rb") as file:
+        header = file.read(_ELF.size)
+    if len(header) < _ELF.size:
+        return False
+    magic, table, entry, count = _ELF.unpack(header)
+    return magic == b"\x7fELF" and table + entry * count <= path.stat().st_size
 
 
 def _fingerprint(compiler: str) -> str:
@@ -102,4 +121,6 @@ def _compile(compiler: str, path: Path) -> None:
             subprocess.run(
                 step, capture_output=True, text=True, check=True, timeout=COMPILE_SECONDS
             )
+        with Path(partial).open("rb") as file:
+            os.fsync(file.fileno())  # or a machine lost soon after is left with an empty one
         Path(partial).replace(path)

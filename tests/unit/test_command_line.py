@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from click.testing import CliRunner
 
 from alibi_lm import __version__, errors
 from alibi_lm.cli import main
-from tests.unit.hf.small_step import write_step
+from tests.unit.hf.small_step import add_tokenizer, write_step
 from tests.unit.terminal import COMMAND, on_terminal
 
 REPOSITORY = Path(__file__).parents[2]
@@ -144,6 +145,49 @@ def test_a_bar_on_a_terminal_and_one_line_in_a_pipe(run: Path, tmp_path: Path) -
     # A bar is wiped before a line is written: what stays on the screen is what the pipe has.
     kept = [part.split("\r")[-1] for part in shown.split("\n")]
     assert "\n".join(kept) == piped.stdout.replace(str(tmp_path / "a"), str(tmp_path / "b"))
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        (command, option)
+        for command in levels(main)
+        for option in command_at(command).params
+        if isinstance(option.type, click.types.FloatParamType)
+    ],
+    ids=lambda part: " ".join(part) if isinstance(part, tuple) else part.name,
+)
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_a_number_that_is_none_is_refused(
+    command: tuple[str, ...], option: click.Parameter, value: str
+) -> None:
+    needed = ["here" for each in command_at(command).params if isinstance(each, click.Argument)]
+    done = CliRunner().invoke(main, [*command, *needed, option.opts[0], value])
+    assert done.exit_code == 2
+    assert f"Invalid value for '{option.opts[0]}'" in done.output
+
+
+def test_prompts_are_the_lines_of_standard_input(tmp_path: Path) -> None:
+    add_tokenizer(write_step(tmp_path / "run", {"num_heads": 8}), tmp_path)
+    line = [*COMMAND, "generate", str(tmp_path / "run"), "--max-new-tokens", "1"]
+    environment = os.environ | {"PYTHONIOENCODING": "utf-8:strict"}
+
+    def given(content: bytes, *more: str) -> subprocess.CompletedProcess[bytes]:
+        return subprocess.run([*line, *more], input=content, env=environment, capture_output=True,
+                              check=False)  # fmt: skip
+
+    text = "a\x0cb\u2028c d"
+    told = given(text.encode() + b"\n\n", "-p", "-").stdout.decode().split("\n")
+    assert [told[0][: len(text)], len(told)] == [text, 3], "a form feed ends no prompt"
+    assert given(b"", "-p", "-").stdout == b""
+    wrong = given(b"a\xff")
+    assert (wrong.returncode, wrong.stdout, wrong.stderr.count(b"\n")) == (2, b"", 1)
+    assert wrong.stderr.startswith(b"error: standard input: cannot be read as text")
+    environment["PYTHONIOENCODING"] = "ascii"
+    shown = given(b"", "-p", "\u00fc")
+    assert (shown.returncode, shown.stdout[:4]) == (0, b"\\xfc"), "what a terminal lacks is spelt"
+    script = f"exec {shlex.join(line)} <&-"
+    assert subprocess.run(["sh", "-c", script], capture_output=True, check=False).returncode == 0
 
 
 WAITING = """

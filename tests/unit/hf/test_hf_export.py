@@ -339,6 +339,20 @@ def test_a_folder_of_the_user_is_never_touched(tmp_path: Path) -> None:
     assert names(tmp_path) == ["empty", "out", "run"]
 
 
+def test_an_export_that_lost_a_file_is_not_called_made(tmp_path: Path) -> None:
+    step = write_step(tmp_path / "run", {"num_heads": 8})
+    facts = export(step, tmp_path / "out")
+    assert export(step, tmp_path / "out") == facts
+    weights = tmp_path / "out" / "model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(CheckpointError, match="was changed since its export; remove .*out, and"):
+        export(step, tmp_path / "out")
+    weights.unlink()
+    with pytest.raises(CheckpointError, match=r"safetensors: is missing; remove .*out, and"):
+        export(step, tmp_path / "out")
+
+
 @pytest.mark.parametrize("shape", ["mpt", "bloom"])
 def test_exact_comparison_is_exact(shape: str, tmp_path: Path) -> None:
     """What decides where fp32 rounding exceeds the tolerance: far below it, at great lengths."""

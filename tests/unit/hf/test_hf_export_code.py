@@ -59,23 +59,17 @@ def test_the_same_logits_and_tokens(model: dict[str, Any], tmp_path: Path) -> No
     assert "trust_remote_code=True" in (tmp_path / "out" / "README.md").read_text()
 
 
-def test_its_tokenizer_is_compared_without_a_question(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_nobody_is_asked_whether_our_own_file_may_be_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[str] = []
-
-    def answer(prompt: str = "") -> str:
-        asked.append(prompt)
-        return "n"
-
-    monkeypatch.setattr("builtins.input", answer)
-    step = write_step(tmp_path / "run", {"num_heads": 8, "window": 9})
+    step = write_step(tmp_path / "run", {"num_heads": 8, "position": "rotary"})
     add_tokenizer(step, tmp_path)
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
     facts = export(step, tmp_path / "out", with_code=True)
-    assert facts["proof"]["tokenizer"]["class"]
-    assert not asked
+    assert facts["proof"]["tokenizer"]
+    assert capsys.readouterr().out.count("\n") == 1
     card = (tmp_path / "out" / "README.md").read_text()
-    assert 'AutoTokenizer.from_pretrained("PATH_OF_THIS_FOLDER", trust_remote_code=True)' in card
+    assert '("PATH_OF_THIS_FOLDER", trust_remote_code=True)' in card, "for the tokenizer too"
 
 
 def test_the_folder_needs_nothing_of_this_package(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def config(**values: Any) -> Change:
         content = json.loads((folder / "config.json").read_text())
         for key, value in values.items():
             if isinstance(value, dict):
-                content[key] |= value
+                content[key] = content.get(key, {}) | value
             else:
                 content[key] = value
         (folder / "config.json").write_text(json.dumps(content))
@@ -122,7 +122,11 @@ CASES: list[tuple[str, Change, str]] = [
     ("whole", config(num_attention_heads=16), "num_attention_heads = 16: contradicts n_head"),
     ("whole", config(n_layer=3), "transformer.h.2."),
     ("whole", config(n_layer=1), "transformer.h.1."),
+    ("whole", config(n_layer=10**9), "blocks = 1000000000: is more than the 29 tensors"),
     ("whole", config(hidden_size=48), "has shape"),
+    ("whole", config(hidden_size=12 * 2**40), "word_embeddings.weight: has shape [307, 96], not"),
+    ("whole", config(vocab_size=2**60), "word_embeddings.weight: has shape [307, 96], not"),
+    ("whole", config(quantization_config={"bits": 4}), "transformers cannot load it"),
     ("whole", config(vocab_size=308), "word_embeddings.weight: has shape [307, 96], not [308, 96]"),
     ("whole", config(vocab_size="many"), "config.json: is not what BloomConfig reads"),
     ("whole", config(tie_word_embeddings=False), "lm_head.weight: is missing"),

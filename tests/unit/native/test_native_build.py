@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not build._has_instructions(), reason="this CPU 
 @pytest.fixture
 def _anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """A machine on which nothing has been compiled."""
-    monkeypatch.setattr(cpp_extension, "get_default_build_root", lambda: str(tmp_path))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
     build.unavailable.cache_clear()
     yield
     build.unavailable.cache_clear()
@@ -60,6 +60,34 @@ def test_without_it_attention_takes_torchs_kernel_and_says_so(
     assert reason in captured.err
     assert torch.equal(found, attention(q, q, q, slopes=None, kernel="flash_cpu"))
     assert not list(tmp_path.rglob("*.so")), "a half-made library is left"
+
+
+@pytest.mark.usefixtures("_anew")
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.99])
+def test_a_library_cut_short_is_made_again(
+    share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loaded, it would end the process or stand for the slower kernel ever after."""
+    compiler = cpp_extension.get_cxx_compiler()
+    source, library = tmp_path / "one.cpp", tmp_path / "one.so"
+    source.write_text("int one() { return 1; }\n")
+    subprocess.run([compiler, "-shared", "-fPIC", source, "-o", library], check=True)
+    content = library.read_bytes()
+    made: list[Path] = []
+
+    def compiled(_: str, path: Path) -> None:
+        made.append(path)
+        path.write_bytes(content)
+
+    monkeypatch.setattr(build, "_compile", compiled)
+    path = build._library(compiler)
+    assert path.is_relative_to(tmp_path / "extensions"), "where torch keeps compiled extensions"
+    assert build._library(compiler) == path
+    assert len(made) == 1
+    path.write_bytes(content[: int(share * len(content))])
+    assert build._library(compiler) == path
+    assert len(made) == 2
+    assert path.read_bytes() == content
 
 
 @pytest.mark.usefixtures("_anew")
