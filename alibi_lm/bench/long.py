@@ -62,6 +62,8 @@ class LongBenchmark:
 def benchmark_long(step: Step, corpus: str, settings: LongBenchmark) -> dict[str, Any]:
     """Measure a checkpoint, write bench_long.json beside its evals, and say the result.
 
+    An earlier result becomes bench_long.previous.json.
+
     Args:
         step: the checkpoint.
         corpus: prefix of the token files whose start is the text.
@@ -101,9 +103,13 @@ def benchmark_long(step: Step, corpus: str, settings: LongBenchmark) -> dict[str
         lambda: {"decoding": _decoding(decoder, text, settings)} if settings.positions else {},
         lambda: _curve(decoder, text, settings, result["dense"]) if settings.curve else {},
     ]  # fmt: skip
+    unfinished = path.with_suffix(".unfinished.json")
     for part in parts:
         result |= part()
-        write_json(path, result)
+        write_json(unfinished, result)
+    if path.exists():  # it may have taken hours, and hold lengths that this one does not
+        path.replace(path.with_suffix(".previous.json"))
+    unfinished.replace(path)
     for line in benchmark_lines(result):
         console.say(line)
     console.say(f"bench long: {path}")

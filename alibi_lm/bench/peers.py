@@ -14,7 +14,8 @@ from torch.nn import functional as F
 
 from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.decoder import Decoder
-from alibi_lm.model.layers import set_attention_epsilon
+from alibi_lm.model.layers import Attention, set_attention_epsilon
+from alibi_lm.model.scaling import head_slopes
 from alibi_lm.settings import build
 from alibi_lm.train.config import TrainConfig
 
@@ -26,6 +27,8 @@ DENSE = "alibi-dense"
 """ALiBi whose attention leaves nothing out (`train.attention_epsilon` 0)."""
 OURS = ("alibi", DENSE, "none", "sinusoidal", "rotary", "t5")
 """This project's model with each position scheme."""
+SAME_PARAMETERS = ("alibi", DENSE, "none")
+"""Those of them that differ in nothing that is trained: `become` makes one of another."""
 STOCK = ("mpt", "bloom")
 """Classes of transformers, with eager attention: they have no other."""
 X_TRANSFORMERS = "x-transformers"
@@ -78,10 +81,19 @@ def make(name: str, shape: Shape) -> Losses:
         return Losses(_stock(name, shape), _stock_loss)
     if name == X_TRANSFORMERS:
         return Losses(_x_transformers(shape), _logits_loss)
-    decoder = Decoder(shape.model("alibi" if name == DENSE else name))
-    # As a run does it by default.
-    set_attention_epsilon(decoder, 0.0 if name == DENSE else TrainConfig().attention_epsilon)
-    return Losses(decoder, _our_loss)
+    losses = Losses(Decoder(shape.model("alibi" if name == DENSE else name)), _our_loss)
+    # What a run has by default.
+    set_attention_epsilon(losses, 0.0 if name == DENSE else TrainConfig().attention_epsilon)
+    return losses
+
+
+def become(losses: Losses, name: str, shape: Shape) -> None:
+    """Let one of `SAME_PARAMETERS` go on as another."""
+    slopes = head_slopes(shape.model("alibi" if name == DENSE else name))
+    for module in losses.modules():
+        if isinstance(module, Attention):
+            module.slopes = slopes
+    set_attention_epsilon(losses, 0.0 if name == DENSE else TrainConfig().attention_epsilon)
 
 
 def _our_loss(model: nn.Module, tokens: Tensor) -> Tensor:

@@ -1,7 +1,4 @@
-"""A model that trains in a process of its own, one step whenever it is asked to.
-
-So each model's memory is its own, and steps of several models can take turns.
-"""
+"""A model that trains in a process of its own, one step whenever it is asked to."""
 
 from __future__ import annotations
 
@@ -12,13 +9,14 @@ import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 
 import torch
 import torch.distributed as dist
 
 from alibi_lm.bench.machine import profile_step
-from alibi_lm.bench.peers import SIZES, Shape, import_packages, make
+from alibi_lm.bench.peers import SIZES, Shape, become, import_packages, make
 from alibi_lm.bench.turns import timed
 from alibi_lm.bench.worker import Worker, answer
 from alibi_lm.config import Config
@@ -36,7 +34,8 @@ from alibi_lm.train.entry import quiet_libraries
 class Job:
     """One model and its steps."""
 
-    name: str
+    names: tuple[str, ...]
+    """One, or several of `peers.SAME_PARAMETERS`: the model is each of them in turn."""
     shape: Shape
     num_tokens: int
     """Tokens of a step: as many sequences as fit, and one micro-batch."""
@@ -47,18 +46,18 @@ class Trainee(Worker):
     """A process that trains a model; `step` gives the seconds of one step."""
 
     def __init__(self, job: Job) -> None:
-        super().__init__(job.name, _serve, job)
+        super().__init__(", ".join(job.names), _serve, job)
 
-    def step(self) -> float:
-        """Seconds of a forward pass, backward pass and update."""
-        return float(self.ask("step"))
+    def step(self, name: str) -> float:
+        """Seconds of a forward pass, backward pass and update as one of the job's models."""
+        return float(self.ask(name))
 
     def memory(self) -> int:
         """Bytes by which the process's peak is above what it held before it made the model."""
         return int(self.ask("memory"))
 
     def profile(self) -> dict[str, float]:
-        """Seconds of processor time of one step by what they went to."""
+        """Seconds of processor time of one step of the first model by what they went to."""
         return dict(self.ask("profile"))
 
 
@@ -79,19 +78,20 @@ def _serve(pipe: Connection, job: Job) -> None:
         deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
         # What the step needs: memory is counted from here on.
         importlib.import_module("alibi_lm.train.engine")
-        import_packages(job.name)
+        for name in job.names:
+            import_packages(name)
         before = resident_bytes()
-        step = _engine_step(job)
+        steps = _steps(job)
         answer(pipe, {
-            "step": timed(step),
+            **{name: timed(step) for name, step in steps.items()},
             "memory": lambda: peak_resident_bytes() - before,
-            "profile": lambda: profile_step(step),
+            "profile": lambda: profile_step(steps[job.names[0]]),
         })  # fmt: skip
         dist.destroy_process_group()
 
 
-def _engine_step(job: Job) -> Callable[[], None]:
-    """A training step of the job's model under DeepSpeed, as a run of this project does it."""
+def _steps(job: Job) -> dict[str, Callable[[], None]]:
+    """A training step of each of the job's models under DeepSpeed, as a run does it."""
     import deepspeed
 
     from alibi_lm.train.deepspeed_config import deepspeed_block, deepspeed_config
@@ -105,7 +105,7 @@ def _engine_step(job: Job) -> Callable[[], None]:
         "train": {"sequence_length": job.shape.sequence_length, "micro_batch_size": sequences,
                   "global_batch_size": sequences, "precision": "bf16", "num_steps": 1},
     })  # fmt: skip
-    model = make(job.name, job.shape)
+    model = make(job.names[0], job.shape)
     with contextlib.redirect_stdout(io.StringIO()):
         engine, *_ = deepspeed.initialize(
             model=model,
@@ -116,9 +116,11 @@ def _engine_step(job: Job) -> Callable[[], None]:
     size = (sequences, job.shape.sequence_length + 1)
     tokens = torch.randint(SIZES[job.shape.size]["vocab_size"], size, generator=generator)
 
-    def step() -> None:
+    def step(name: str) -> None:
+        if len(job.names) > 1:
+            become(model, name, job.shape)
         engine.backward(engine(tokens))
         engine.step()
         use_huge_pages()
 
-    return step
+    return {name: partial(step, name) for name in job.names}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 
 from alibi_lm.bench.machine import Machine, Rate
-from alibi_lm.bench.peers import SIZES, Shape, available
+from alibi_lm.bench.peers import SAME_PARAMETERS, SIZES, Shape, available
 from alibi_lm.bench.stepping import Job, Trainee
 from alibi_lm.bench.turns import in_turns, markdown, paired_ratio, publish
 from alibi_lm.errors import ConfigError, Problem
@@ -20,6 +21,9 @@ from alibi_lm.model.flops import flops_per_token
 
 WARM_UPS = 2
 """Steps before the first that counts: they compile, allocate and fill the optimizer's state."""
+
+MEMORY_STEPS = 4
+"""Further steps where only the peak of memory is wanted."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,9 @@ class TrainBenchmark:
 def benchmark_train(settings: TrainBenchmark, path: Path | None = None) -> dict[str, Any]:
     """Train each model a step at a time, in turns, in bf16 under DeepSpeed's ZeRO stage 1.
 
-    Each is a process of its own, so that its memory is. Ratios are those of the same turn. MFU is
+    Each is a process of its own, so that its memory is. Those of `peers.SAME_PARAMETERS` take
+    turns in one, because what lies where in a process's memory makes its steps some percent faster
+    or slower; their memory is read in others. Ratios are those of the same turn. MFU is
     PaLM's (see `flops_per_token`) over the rate of plain products of the model's own shapes,
     those of the backward pass included, measured in turns with the steps.
 
@@ -56,7 +62,7 @@ def benchmark_train(settings: TrainBenchmark, path: Path | None = None) -> dict[
         )
     shape = Shape(settings.size, settings.sequence_length)
     threads = torch.get_num_threads()
-    jobs = [Job(name, shape, settings.num_tokens, threads) for name in settings.names]
+    jobs = [Job(names, shape, settings.num_tokens, threads) for names in groups(settings.names)]
     measured: list[tuple[Rate, float]] = []
     with contextlib.ExitStack() as stack:
         rates = Machine(SIZES[settings.size], settings.num_tokens, threads)
@@ -69,10 +75,15 @@ def benchmark_train(settings: TrainBenchmark, path: Path | None = None) -> dict[
             measured.append(rates.measure())
             return 1.0
 
-        ways = {each.name: each.step for each in started} | {"machine": machine}
-        seconds = in_turns(ways, settings.repeats, WARM_UPS)
-        memory = {each.name: each.memory() for each in started}
+        ways: dict[str, Callable[[], float]] = {}
+        for job, trainee in zip(jobs, started, strict=True):
+            ways |= {name: partial(trainee.step, name) for name in job.names}
+        seconds = in_turns(ways | {"machine": machine}, settings.repeats, WARM_UPS)
         profile = started[0].profile()
+        memory = {job.names[0]: each.memory() for job, each in zip(jobs, started, strict=True)}
+    for job in jobs:
+        if len(job.names) > 1:
+            memory |= {name: _memory(replace(job, names=(name,))) for name in job.names}
     possible = [rate for rate, _ in measured[WARM_UPS:]]
     flops = flops_per_token(shape.model("alibi"), settings.sequence_length) * settings.num_tokens
     result: dict[str, Any] = asdict(settings) | {
@@ -99,6 +110,28 @@ def benchmark_train(settings: TrainBenchmark, path: Path | None = None) -> dict[
     }
     publish(result, benchmark_lines(result), path)
     return result
+
+
+def groups(names: Sequence[str]) -> list[tuple[str, ...]]:
+    """The models that each process trains, the first model's first."""
+    alike = tuple(name for name in names if name in SAME_PARAMETERS)
+    found: list[tuple[str, ...]] = []
+    for name in names:
+        group = alike if name in alike else (name,)
+        if group not in found:
+            found.append(group)
+    return found
+
+
+def _memory(job: Job) -> int:
+    """Bytes of the peak of a process that makes a few steps of the job's model."""
+    trainee = Trainee(job)
+    try:
+        for _ in range(WARM_UPS + MEMORY_STEPS):
+            trainee.step(job.names[0])
+        return trainee.memory()
+    finally:
+        trainee.close()
 
 
 def benchmark_lines(result: dict[str, Any]) -> list[str]:

@@ -42,8 +42,12 @@ def test_everything_is_measured_and_stored(
 ) -> None:
     prefix = corpus(tmp_path)
     step = fake_step(tmp_path, [prefix], fake_decoder=model())
+    step.evals_folder.mkdir(parents=True, exist_ok=True)
+    (step.evals_folder / "bench_long.json").write_text("earlier")
     result = benchmark_long(step, str(prefix), SMALL)
     assert json.loads((step.evals_folder / "bench_long.json").read_text()) == result
+    assert (step.evals_folder / "bench_long.previous.json").read_text() == "earlier"
+    assert not (step.evals_folder / "bench_long.unfinished.json").exists()
     assert [row["length"] for row in result["scoring"]] == [4096, 6000]
     assert all(len(row["seconds"]) == 2 for row in result["scoring"])
     assert result["same"]["relative_difference"] < 1e-5

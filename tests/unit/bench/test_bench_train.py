@@ -11,9 +11,11 @@ from click.testing import CliRunner
 
 from alibi_lm.bench.attention import AttentionBenchmark, _eager, _ways, benchmark_attention
 from alibi_lm.bench.machine import PARTS, Product, product_rate, products, profile_step
-from alibi_lm.bench.peers import OURS, SIZES, STOCK, Shape, make
+from alibi_lm.bench.peers import DENSE, OURS, SIZES, STOCK, Shape, become, make
+from alibi_lm.bench.train import groups
 from alibi_lm.cli import main
 from alibi_lm.model.flops import num_parameters
+from alibi_lm.model.layers import Attention
 
 SMALL = {"num_layers": 2, "hidden_size": 64, "num_heads": 4, "vocab_size": 256}
 
@@ -50,11 +52,11 @@ def test_models_take_turns_in_processes_of_their_own(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     done = CliRunner().invoke(
         main, ["bench", "train", "--sequence-length", "32", "--num-tokens", "64", "--repeats", "3",
-               "--model", "alibi", "--model", "mpt", "--json", str(path)],
+               "--model", "alibi", "--model", "none", "--model", "mpt", "--json", str(path)],
     )  # fmt: skip
     assert done.exit_code == 0, done.output
     result = json.loads(path.read_text())
-    assert list(result["models"]) == ["alibi", "mpt"]
+    assert list(result["models"]) == ["alibi", "none", "mpt"]
     for found in result["models"].values():
         assert len(found["seconds"]) == 3
         assert found["peak_bytes"] > 0
@@ -83,6 +85,22 @@ def test_peers_are_of_the_same_size_and_learn(name: str) -> None:
         optimizer.zero_grad()
         values.append(float(loss.detach()))
     assert values[-1] < values[0] - 0.3
+
+
+@pytest.mark.usefixtures("_small")
+def test_a_model_becomes_another_of_the_same_parameters() -> None:
+    shape = Shape("4m", 32)
+    tokens = torch.randint(SMALL["vocab_size"], (2, 33), generator=torch.Generator().manual_seed(0))
+    model = make("none", shape)
+    for name in ("alibi", DENSE, "none"):
+        become(model, name, shape)
+        fresh = make(name, shape)
+        assert model(tokens) == fresh(tokens)
+        epsilons = [[m.epsilon for m in x.modules() if isinstance(m, Attention)]
+                    for x in (model, fresh)]  # fmt: skip
+        assert epsilons[0] == epsilons[1]
+    assert model(tokens) != make("alibi", shape)(tokens)
+    assert groups(["mpt", "none", "rotary", "alibi"]) == [("mpt",), ("none", "alibi"), ("rotary",)]
 
 
 def test_products_are_those_of_a_forward_pass() -> None:
