@@ -72,8 +72,9 @@ def in_turns(
 ) -> dict[str, list[float]]:
     """What each way measures, in seconds, `repeats` times in turns.
 
-    Each turn starts with another way. A way that takes more than `LONG` seconds the first time has
-    `FEW` turns.
+    Turns start with each way in turn, and every other turn goes backwards, so that each way comes
+    after each other one alike: what the one before left in caches is then no advantage. A way that
+    takes more than `LONG` seconds the first time has `FEW` turns.
     """
     names = list(ways)
     for _ in range(warm_ups):
@@ -81,8 +82,9 @@ def in_turns(
             way()
     found: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(repeats):
-        first = turn % len(names)
-        for name in (*names[first:], *names[:first]):
+        first = turn // 2 % len(names)
+        order = (*names[first:], *names[:first])
+        for name in order if turn % 2 == 0 else reversed(order):
             if turn < FEW or found[name][0] <= LONG:
                 found[name].append(ways[name]())
     return found

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
+from itertools import pairwise, permutations
 
 import numpy as np
 import pytest
@@ -10,16 +12,18 @@ import pytest
 from alibi_lm.bench.turns import in_turns, markdown, paired_ratio
 
 
-def test_each_turn_starts_with_another_way() -> None:
+def test_each_way_comes_after_each_other_alike() -> None:
     calls: list[str] = []
 
     def measure(name: str) -> float:
         calls.append(name)
         return float(len(calls))
 
-    found = in_turns({name: partial(measure, name) for name in "abc"}, repeats=3, warm_ups=1)
-    assert "".join(calls) == "abc" + "abc" + "bca" + "cab"
-    assert found == {"a": [4.0, 9.0, 11.0], "b": [5.0, 7.0, 12.0], "c": [6.0, 8.0, 10.0]}
+    found = in_turns({name: partial(measure, name) for name in "abc"}, repeats=6, warm_ups=1)
+    assert "".join(calls) == "abc" + "abc" + "cba" + "bca" + "acb" + "cab" + "bac"
+    assert found["a"] == [4.0, 9.0, 12.0, 13.0, 17.0, 20.0]
+    after = Counter(pairwise(calls[3:]))
+    assert {after[pair] for pair in permutations("abc", 2)} == {2, 3}
 
 
 def test_what_takes_long_has_few_turns() -> None:
