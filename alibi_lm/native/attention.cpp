@@ -97,6 +97,7 @@ std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tenso
     }
   });
   at::parallel_for(0, batch * heads * blocks, 1, [&](int64_t begin, int64_t end) {
+    const FlushTiny flush;
     ForwardBuffers buffer(width);
     for (int64_t i = begin; i < end; ++i) {
       // The last blocks are the longest: they go first, so that the threads end together.
@@ -137,6 +138,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& gradient, const Tensor
   Tensor dk = whole.narrow(1, beside, kv_heads);
   Tensor dv = whole.narrow(1, beside + kv_heads, kv_heads);
   at::parallel_for(0, batch * kv_heads, 1, [&](int64_t begin, int64_t end) {
+    const FlushTiny flush;
     BackwardBuffers buffer(length, num_keys, width);
     Buffer<float> sums(2 * num_keys * width);
     for (int64_t i = begin; i < end; ++i) {
@@ -189,6 +191,7 @@ Tensor loss_forward(const Tensor& logits, const Tensor& targets, const Tensor& l
   Tensor logsumexp = at::empty_like(losses);
   const int64_t count = logits.size(1);
   at::parallel_for(0, logits.size(0), 16, [&](int64_t begin, int64_t end) {
+    const FlushTiny flush;
     for (int64_t i = begin; i < end; ++i) {
       losses.data_ptr<float>()[i] =
           row_loss(logits.data_ptr<BFloat16>() + i * count, count, targets.data_ptr<int64_t>()[i],
@@ -205,6 +208,7 @@ void loss_backward(const Tensor& logits, const Tensor& targets, const Tensor& lo
   check_rows(logits, targets, logsumexp);
   const int64_t count = logits.size(1);
   at::parallel_for(0, logits.size(0), 16, [&](int64_t begin, int64_t end) {
+    const FlushTiny flush;
     for (int64_t i = begin; i < end; ++i) {
       const int64_t target = targets.data_ptr<int64_t>()[i];
       row_gradient(logits.data_ptr<BFloat16>() + i * count, count, target,
