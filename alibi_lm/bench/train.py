@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -64,12 +64,10 @@ def benchmark_train(settings: TrainBenchmark, path: Path | None = None) -> dict[
     threads = torch.get_num_threads()
     jobs = [Job(names, shape, settings.num_tokens, threads) for names in groups(settings.names)]
     measured: list[tuple[Rate, float]] = []
-    with contextlib.ExitStack() as stack:
+    with ExitStack() as stack:
         rates = Machine(SIZES[settings.size], settings.num_tokens, threads)
-        stack.callback(rates.close)
-        started = [Trainee(job) for job in jobs]
-        for each in started:
-            stack.callback(each.close)
+        stack.enter_context(closing(rates))
+        started = [stack.enter_context(closing(Trainee(job))) for job in jobs]
 
         def machine() -> float:
             measured.append(rates.measure())
@@ -80,7 +78,8 @@ def benchmark_train(settings: TrainBenchmark, path: Path | None = None) -> dict[
             ways |= {name: partial(trainee.step, name) for name in job.names}
         seconds = in_turns(ways | {"machine": machine}, settings.repeats, WARM_UPS)
         profile = started[0].profile()
-        memory = {job.names[0]: each.memory() for job, each in zip(jobs, started, strict=True)}
+        alone = zip(jobs, started, strict=True)
+        memory = {job.names[0]: each.memory() for job, each in alone if len(job.names) == 1}
     for job in jobs:
         if len(job.names) > 1:
             memory |= {name: _memory(replace(job, names=(name,))) for name in job.names}
@@ -89,6 +88,7 @@ def benchmark_train(settings: TrainBenchmark, path: Path | None = None) -> dict[
     result: dict[str, Any] = asdict(settings) | {
         "threads": threads,
         "torch": torch.__version__,
+        "product_rates": [rate.step for rate in possible],
         "product_rate": median(rate.step for rate in possible),
         "forward_product_rate": median(rate.forward for rate in possible),
         "bandwidth": median(bandwidth for _, bandwidth in measured[WARM_UPS:]),
@@ -125,13 +125,10 @@ def groups(names: Sequence[str]) -> list[tuple[str, ...]]:
 
 def _memory(job: Job) -> int:
     """Bytes of the peak of a process that makes a few steps of the job's model."""
-    trainee = Trainee(job)
-    try:
+    with closing(Trainee(job)) as trainee:
         for _ in range(WARM_UPS + MEMORY_STEPS):
             trainee.step(job.names[0])
         return trainee.memory()
-    finally:
-        trainee.close()
 
 
 def benchmark_lines(result: dict[str, Any]) -> list[str]:
