@@ -7,6 +7,7 @@ larger one shows that one's peak.
 from __future__ import annotations
 
 import ctypes
+from functools import cache
 from pathlib import Path
 
 # Of malloc.h.
@@ -70,13 +71,12 @@ def use_huge_pages() -> None:
     the kernel cannot do stays as it is.
     """
     library = _glibc()
-    if library is None or not _TRANSPARENT.exists() or "[never]" in _TRANSPARENT.read_text():
+    if library is None or library.sbrk(0) - _covered.get("heap", 0) < HUGE_PAGE:
+        return  # called every step: where nothing has grown there is nothing to read
+    if not _TRANSPARENT.exists() or "[never]" in _TRANSPARENT.read_text():
         return
-    start, end = _heap()
-    start = -(-max(start, _covered.get("heap", 0)) // HUGE_PAGE) * HUGE_PAGE
-    end = end // HUGE_PAGE * HUGE_PAGE
-    if start >= end:
-        return
+    start, end = _covered.get("heap") or _heap_start(), library.sbrk(0)
+    start, end = (address // HUGE_PAGE * HUGE_PAGE for address in (start + HUGE_PAGE - 1, end))
     library.madvise(start, end - start, _MADV_HUGEPAGE)
     if _covered:  # what has been used by now lies in small pages
         library.madvise(start, end - start, _MADV_COLLAPSE)
@@ -87,18 +87,19 @@ _covered: dict[str, int] = {}
 """Where the part of the heap ends that is in huge pages."""
 
 
-def _heap() -> tuple[int, int]:
-    """The heap's first address and the one after its last."""
+def _heap_start() -> int:
     with open("/proc/self/maps", encoding="utf-8", errors="replace") as file:
-        parts = [line.split()[0].split("-") for line in file if line.rstrip().endswith("[heap]")]
-    return (int(parts[0][0], 16), int(parts[-1][1], 16)) if parts else (0, 0)
+        line = next(line for line in file if line.rstrip().endswith("[heap]"))
+    return int(line.split("-")[0], 16)
 
 
+@cache
 def _glibc() -> ctypes.CDLL | None:
     library = ctypes.CDLL(None)
     if not hasattr(library, "gnu_get_libc_version"):
         return None
     library.malloc.argtypes, library.malloc.restype = [ctypes.c_size_t], ctypes.c_void_p
     library.free.argtypes, library.free.restype = [ctypes.c_void_p], None
+    library.sbrk.argtypes, library.sbrk.restype = [ctypes.c_ssize_t], ctypes.c_void_p
     library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     return library

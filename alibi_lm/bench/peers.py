@@ -44,6 +44,7 @@ class Shape:
 
     def model(self, position: str) -> ModelConfig:
         """This project's config of it."""
+        position = "alibi" if position == DENSE else position
         return build(ModelConfig, SIZES[self.size] | {"position": position})
 
 
@@ -81,18 +82,22 @@ def make(name: str, shape: Shape) -> Losses:
         return Losses(_stock(name, shape), _stock_loss)
     if name == X_TRANSFORMERS:
         return Losses(_x_transformers(shape), _logits_loss)
-    losses = Losses(Decoder(shape.model("alibi" if name == DENSE else name)), _our_loss)
-    # What a run has by default.
-    set_attention_epsilon(losses, 0.0 if name == DENSE else TrainConfig().attention_epsilon)
+    losses = Losses(Decoder(shape.model(name)), _our_loss)
+    _set_epsilon(losses, name)
     return losses
 
 
 def become(losses: Losses, name: str, shape: Shape) -> None:
     """Let one of `SAME_PARAMETERS` go on as another."""
-    slopes = head_slopes(shape.model("alibi" if name == DENSE else name))
+    slopes = head_slopes(shape.model(name))
     for module in losses.modules():
         if isinstance(module, Attention):
             module.slopes = slopes
+    _set_epsilon(losses, name)
+
+
+def _set_epsilon(losses: Losses, name: str) -> None:
+    """What a run leaves out by default, or nothing."""
     set_attention_epsilon(losses, 0.0 if name == DENSE else TrainConfig().attention_epsilon)
 
 

@@ -98,10 +98,14 @@ def generate(
 def _texts(prompts: Sequence[str]) -> list[str]:
     texts: list[str] = []
     for prompt in prompts:
-        # No str.splitlines: it also cuts at form feeds and other characters of a text.
-        lines = _standard_input().removesuffix("\n").split("\n") if prompt == "-" else [prompt]
-        texts += [] if prompt == "-" and lines == [""] else lines
+        texts += _lines() if prompt == "-" else [prompt]
     return texts if prompts else [_standard_input().removesuffix("\n")]
+
+
+def _lines() -> list[str]:
+    # No str.splitlines: it also cuts at form feeds and other characters of a text.
+    text = _standard_input().removesuffix("\n")
+    return text.split("\n") if text else []
 
 
 def _standard_input() -> str:

@@ -176,11 +176,7 @@ def run_generalisation(
         DataError: the subject has no tokenizer, or one that cannot write the problems.
         ConfigError: a length beyond the positions of the model.
     """
-    tokenizer = subject.tokenizer()
-    if tokenizer is None:
-        rule = "has no tokenizer to write problems with"
-        fix = "train with data.tokenizer set, or put its tokenizer into the Hugging Face folder"
-        raise DataError(Problem(subject.argument, None, rule, fix))
+    tokenizer = subject.needed_tokenizer("problems")
     lengths = usable_lengths(subject, tokenizer, config)
     scorer = scorer or subject.scorer(config.precision, scaling=config.scaling)
     started = time.perf_counter()

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from alibi_lm.console import console
 from alibi_lm.data.tokenizer import Tokenizer
-from alibi_lm.errors import ConfigError, DataError, Problem
+from alibi_lm.errors import ConfigError
 from alibi_lm.evals import plots, results
 from alibi_lm.evals.config import NeedleConfig
 from alibi_lm.evals.distances import Bin, distance_bin
@@ -196,11 +196,7 @@ def run_needle(
         DataError: no corpus, no tokenizer, or one that cannot write numbers.
         ConfigError: a length too short for a needle, or longer than every corpus.
     """
-    tokenizer = subject.tokenizer()
-    if tokenizer is None:
-        rule = "has no tokenizer to write needles with"
-        fix = "train with data.tokenizer set, or put its tokenizer into the Hugging Face folder"
-        raise DataError(Problem(subject.argument, None, rule, fix))
+    tokenizer = subject.needed_tokenizer("needles")
     files = results.open_corpora(subject, config)
     maker = PromptMaker(tokenizer, files, config.seed, config.num_distractors)
     chosen = results.chosen_lengths(subject, config)

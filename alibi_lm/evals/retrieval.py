@@ -60,11 +60,7 @@ def run_retrieval(
         DataError: no corpus, no tokenizer, one that cannot write numbers, or a wrong qa file.
         ConfigError: a task does not fit a length that was asked for, or any length.
     """
-    tokenizer = subject.tokenizer()
-    if tokenizer is None:
-        rule = "has no tokenizer to write prompts with"
-        fix = "train with data.tokenizer set, or put its tokenizer into the Hugging Face folder"
-        raise DataError(Problem(subject.argument, None, rule, fix))
+    tokenizer = subject.needed_tokenizer("prompts")
     files = results.open_corpora(subject, config)
     names = config.tasks or default_tasks(len(config.qa_files))
     qa_files = [Path(path) for path in config.qa_files]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import torch
 
 from alibi_lm.data.tokenizer import Tokenizer
-from alibi_lm.errors import ConfigError, Problem
+from alibi_lm.errors import ConfigError, DataError, Problem
 from alibi_lm.evals.config import SuiteConfig
 from alibi_lm.evals.ranks import ONE_PROCESS, Ranks, SharedScorer
 from alibi_lm.evals.scorer import Scorer, native_scorer
@@ -163,6 +163,19 @@ class Subject(ABC):
     @abstractmethod
     def tokenizer(self) -> Tokenizer | None:
         """Its tokenizer, or None where it has none."""
+
+    def needed_tokenizer(self, what: str) -> Tokenizer:
+        """Its tokenizer, to write `what` with.
+
+        Raises:
+            DataError: it has none.
+        """
+        found = self.tokenizer()
+        if found is None:
+            rule = f"has no tokenizer to write {what} with"
+            fix = "train with data.tokenizer set, or put its tokenizer into the Hugging Face folder"
+            raise DataError(Problem(self.argument, None, rule, fix))
+        return found
 
     def scorer(
         self, precision: str, epsilon: float | None = 0.0, scaling: dict[str, Any] | None = None

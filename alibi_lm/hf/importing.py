@@ -41,7 +41,7 @@ from alibi_lm.hf.stock import stock_config
 from alibi_lm.hf.target import new_folder
 from alibi_lm.hf.weights import StepWeights, unset_weights
 from alibi_lm.model.config import ModelConfig
-from alibi_lm.model.layers import LAYER_NORM_EPSILON
+from alibi_lm.model.layers import LAYER_NORM_EPSILON, vocab_size
 from alibi_lm.settings import apply_overrides, build, to_dict, to_yaml
 
 READINGS = {reading.layout.name: reading for reading in (BLOOM_READING, MPT_READING)}
@@ -262,11 +262,9 @@ def _check_sizes(folder: Path, source: SourceFolder, reading: Reading, model: Mo
         key = f"{folder}/config.json: number of blocks"
         raise CheckpointError(Problem(key, model.num_layers, rule, "restore it"))
     name = next(theirs for ours, theirs in reading.names(model) if ours == "embedding.weight")
-    stored, stated = source.shapes.get(name), (model.vocab_size, model.hidden_size)
-    rule = f"has shape {list(stored or ())}, not {list(stated)} as config.json says"
-    if stored != stated:
-        rule = rule if stored else "is missing"
-        raise CheckpointError(Problem(f"{folder}: {name}", None, rule, "restore the folder"))
+    amiss = source.amiss(name, (vocab_size(model), model.hidden_size))
+    if amiss is not None:
+        raise CheckpointError(Problem(f"{folder}: {name}", None, amiss, "restore the folder"))
 
 
 def canonical(reading: Reading, model: ModelConfig, name: str, stored: Tensor) -> Tensor:

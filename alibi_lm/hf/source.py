@@ -127,18 +127,22 @@ class SourceFolder:
             table.clear()
             cast("dict[str, Any]", table).update(renamed)
 
+    def amiss(self, name: str, shape: Sequence[int]) -> str | None:
+        """What is wrong with a tensor that should have this shape, or None."""
+        if name not in self.shapes:
+            return "is missing"
+        if self.shapes[name] != tuple(shape):
+            return f"has shape {list(self.shapes[name])}, not {list(shape)} as config.json says"
+        return None
+
     def problems(self, expected: Mapping[str, Sequence[int]], tied: str | None) -> list[Problem]:
         """What is missing, of another shape or type, or beyond the `expected` tensors.
 
         `tied` is the name of a copy that a folder may hold of a tensor it does not need.
         """
-        found = []
-        for name, shape in expected.items():
-            if name not in self.shapes:
-                found.append((name, "is missing"))
-            elif self.shapes[name] != tuple(shape):
-                rule = f"has shape {list(self.shapes[name])}, not {list(shape)}"
-                found.append((name, f"{rule} as config.json says"))
+        found = [
+            (name, rule) for name, shape in expected.items() if (rule := self.amiss(name, shape))
+        ]
         for name in self.shapes:
             if name not in expected and name != tied:
                 found.append((name, "is no tensor of the class that config.json names"))

@@ -51,8 +51,8 @@ inline void pack_head(const Head& head, BackwardBuffers& buffer) {
     const Rows<const BFloat16> gradient{head.gradient.at(first), head.gradient.stride};
     pack_transposed(queries, count, width, buffer.columns + first * width);
     pack_transposed(gradient, count, width, buffer.gradient_columns + first * width);
-    pack_rows(queries, count, width, buffer.rows + first * width);
-    pack_rows(gradient, count, width, buffer.gradient_rows + first * width);
+    pack_rows(queries, count, kQueries, width, buffer.rows + first * width);
+    pack_rows(gradient, count, kQueries, width, buffer.gradient_rows + first * width);
   }
   for (int64_t query = 0; query < buffer.padded; ++query) {
     __m512 delta = _mm512_setzero_ps();

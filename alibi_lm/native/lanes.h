@@ -126,35 +126,39 @@ inline void pack_transposed(Rows<const BFloat16> rows, int64_t count, int64_t wi
   }
 }
 
-// rows [count, width] to out [panels of 64 columns][64 / 2][panel width][2]: the second operand of a
-// product with rows. Rows from `count` on are 0.
-inline void pack_rows(Rows<const BFloat16> rows, int64_t count, int64_t width, BFloat16* out) {
-  for (int64_t column = 0; column < width; column += kQueries) {
-    const int64_t panel = std::min(kQueries, width - column);
-    for (int64_t row = 0; row < kQueries; row += 2) {
-      BFloat16* to = out + column * kQueries + row * panel;
-      for (int64_t i = 0; i < panel; i += kLanes) {
-        const __mmask16 mask = first_lanes(panel - i);
-        const __mmask16 even = row < count ? mask : 0, odd = row + 1 < count ? mask : 0;
-        store_halves(to + 2 * i, load_halves(rows.at(row) + column + i, even),
-                     load_halves(rows.at(row + 1) + column + i, odd), mask);
-      }
-    }
-  }
+// A cache line of a row, 32 columns; 0 from `width` on, and all of it where there is no such row.
+inline __m512i load_line(Rows<const BFloat16> rows, int64_t row, int64_t count, int64_t column,
+                         int64_t width) {
+  const int64_t left = row < count ? std::clamp<int64_t>(width - column, 0, 32) : 0;
+  return _mm512_maskz_loadu_epi16(__mmask32((uint64_t(1) << left) - 1), rows.at(row) + column);
 }
 
-// rows [count, width] to out [width, padded], the first operand of a product with rows^T. Columns
-// from `count` to `padded`, a multiple of 16, are 0.
-inline void transpose_rows(Rows<const BFloat16> rows, int64_t count, int64_t padded, int64_t width,
-                           BFloat16* out) {
-  for (int64_t first = 0; first < padded; first += kLanes) {
-    const Rows<const BFloat16> part{rows.at(first), rows.stride};
-    for (int64_t column = 0; column < width; column += 2) {
-      const __m512i pairs = gather_pairs(part, count - first, column);
-      auto* even = reinterpret_cast<__m256i*>(out + column * padded + first);
-      auto* odd = reinterpret_cast<__m256i*>(out + (column + 1) * padded + first);
-      _mm256_storeu_si256(even, _mm512_cvtepi32_epi16(pairs));
-      _mm256_storeu_si256(odd, _mm512_cvtepi32_epi16(_mm512_srli_epi32(pairs, 16)));
+// Columns [0, 16) and [16, 32) of two lines as pairs.
+inline __m512i low_pairs(__m512i even, __m512i odd) {
+  const __m512i a = _mm512_cvtepu16_epi32(_mm512_castsi512_si256(even));
+  const __m512i b = _mm512_cvtepu16_epi32(_mm512_castsi512_si256(odd));
+  return _mm512_or_si512(a, _mm512_slli_epi32(b, 16));
+}
+
+inline __m512i high_pairs(__m512i even, __m512i odd) {
+  const __m512i a = _mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(even, 1));
+  const __m512i b = _mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(odd, 1));
+  return _mm512_or_si512(a, _mm512_slli_epi32(b, 16));
+}
+
+// rows [count, width] to out [panels of 64 columns][padded / 2][panel width][2]: the second operand of a
+// product with rows. Rows from `count` to `padded`, an even number, are 0.
+inline void pack_rows(Rows<const BFloat16> rows, int64_t count, int64_t padded, int64_t width,
+                      BFloat16* out) {
+  for (int64_t row = 0; row < padded; row += 2) {
+    for (int64_t column = 0; column < width; column += 2 * kLanes) {
+      const int64_t panel = column / kQueries * kQueries;
+      const int64_t panel_width = std::min(kQueries, width - panel), left = width - column;
+      BFloat16* to = out + panel * padded + row * panel_width + 2 * (column - panel);
+      const __m512i even = load_line(rows, row, count, column, width);
+      const __m512i odd = load_line(rows, row + 1, count, column, width);
+      _mm512_mask_storeu_epi32(to, first_lanes(left), low_pairs(even, odd));
+      _mm512_mask_storeu_epi32(to + 2 * kLanes, first_lanes(left - kLanes), high_pairs(even, odd));
     }
   }
 }
@@ -185,6 +189,34 @@ inline void transpose_lanes(__m512* rows) {
     step[i + 12] = _mm512_shuffle_f32x4(b, d, 0xdd);
   }
   for (int i = 0; i < 16; ++i) rows[i] = step[i];
+}
+
+// rows [count, width] to out [width][padded], the first operand of a product with rows^T; rows from
+// `count` to `padded`, a multiple of 32, are 0.
+inline void transpose_rows(Rows<const BFloat16> rows, int64_t count, int64_t padded, int64_t width,
+                           BFloat16* out) {
+  for (int64_t first = 0; first < padded; first += 2 * kLanes) {
+    // Each line is read once: rows that lie a power of two apart share few places in a cache.
+    for (int64_t column = 0; column < width; column += 2 * kLanes) {
+      __m512 low[16], high[16];
+      for (int64_t i = 0; i < kLanes; ++i) {
+        const int64_t row = first + 2 * i;
+        const __m512i even = load_line(rows, row, count, column, width);
+        const __m512i odd = load_line(rows, row + 1, count, column, width);
+        low[i] = _mm512_castsi512_ps(low_pairs(even, odd));
+        high[i] = _mm512_castsi512_ps(high_pairs(even, odd));
+      }
+      transpose_lanes(low);
+      transpose_lanes(high);
+      BFloat16* to = out + column * padded + first;
+      for (int64_t i = 0; i < std::min(kLanes, width - column); ++i) {
+        _mm512_storeu_ps(reinterpret_cast<float*>(to + i * padded), low[i]);
+      }
+      for (int64_t i = kLanes; i < std::min(2 * kLanes, width - column); ++i) {
+        _mm512_storeu_ps(reinterpret_cast<float*>(to + i * padded), high[i - kLanes]);
+      }
+    }
+  }
 }
 
 // columns [width][64] times a factor for each of the 64, to the first `count` rows of out.

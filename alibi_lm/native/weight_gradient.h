@@ -35,71 +35,6 @@ struct Blocks {
   int64_t down, across, height, width;
 };
 
-// A cache line of a row, 32 columns; 0 from `width` on, and all of it where there is no such row.
-inline __m512i load_line(Rows<const BFloat16> rows, int64_t row, int64_t count, int64_t column,
-                         int64_t width) {
-  const int64_t left = row < count ? std::clamp<int64_t>(width - column, 0, 32) : 0;
-  return _mm512_maskz_loadu_epi16(__mmask32((uint64_t(1) << left) - 1), rows.at(row) + column);
-}
-
-// Columns [0, 16) and [16, 32) of two lines as pairs.
-inline __m512i low_pairs(__m512i even, __m512i odd) {
-  const __m512i a = _mm512_cvtepu16_epi32(_mm512_castsi512_si256(even));
-  const __m512i b = _mm512_cvtepu16_epi32(_mm512_castsi512_si256(odd));
-  return _mm512_or_si512(a, _mm512_slli_epi32(b, 16));
-}
-
-inline __m512i high_pairs(__m512i even, __m512i odd) {
-  const __m512i a = _mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(even, 1));
-  const __m512i b = _mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(odd, 1));
-  return _mm512_or_si512(a, _mm512_slli_epi32(b, 16));
-}
-
-// rows [count, width] to out [width][padded], the first operand of a product with rows^T; rows from
-// `count` to `padded`, a multiple of 32, are 0.
-inline void pack_first(Rows<const BFloat16> rows, int64_t count, int64_t padded, int64_t width,
-                       BFloat16* out) {
-  for (int64_t first = 0; first < padded; first += 2 * kLanes) {
-    // Each line is read once: rows that lie a power of two apart share few places in a cache.
-    for (int64_t column = 0; column < width; column += 2 * kLanes) {
-      __m512 low[16], high[16];
-      for (int64_t i = 0; i < kLanes; ++i) {
-        const int64_t row = first + 2 * i;
-        const __m512i even = load_line(rows, row, count, column, width);
-        const __m512i odd = load_line(rows, row + 1, count, column, width);
-        low[i] = _mm512_castsi512_ps(low_pairs(even, odd));
-        high[i] = _mm512_castsi512_ps(high_pairs(even, odd));
-      }
-      transpose_lanes(low);
-      transpose_lanes(high);
-      BFloat16* to = out + column * padded + first;
-      for (int64_t i = 0; i < std::min(kLanes, width - column); ++i) {
-        _mm512_storeu_ps(reinterpret_cast<float*>(to + i * padded), low[i]);
-      }
-      for (int64_t i = kLanes; i < std::min(2 * kLanes, width - column); ++i) {
-        _mm512_storeu_ps(reinterpret_cast<float*>(to + i * padded), high[i - kLanes]);
-      }
-    }
-  }
-}
-
-// rows [count, width], width a multiple of 16, to out [panels of 64 columns][padded / 2][panel
-// width][2], the second operand.
-inline void pack_second(Rows<const BFloat16> rows, int64_t count, int64_t padded, int64_t width,
-                        BFloat16* out) {
-  for (int64_t row = 0; row < padded; row += 2) {
-    for (int64_t column = 0; column < width; column += 2 * kLanes) {
-      const int64_t panel = column / kQueries * kQueries;
-      const int64_t panel_width = std::min(kQueries, width - panel);
-      BFloat16* to = out + panel * padded + row * panel_width + 2 * (column - panel);
-      const __m512i even = load_line(rows, row, count, column, width);
-      const __m512i odd = load_line(rows, row + 1, count, column, width);
-      _mm512_storeu_si512(to, low_pairs(even, odd));
-      if (column + kLanes < width) _mm512_storeu_si512(to + 2 * kLanes, high_pairs(even, odd));
-    }
-  }
-}
-
 struct GradientBuffers {
   GradientBuffers() : first(kHeight * kReduced), sums(kHeight * kWidth) {}
   Buffer<BFloat16> first;
@@ -107,13 +42,13 @@ struct GradientBuffers {
 };
 
 // sums = gradient^T values, of gradient [count, height] and the columns [column, column + width) of
-// values, packed by `pack_second` `kReduced` rows at a time, `stride` columns in all.
+// values, packed by `pack_rows` `kReduced` rows at a time, `stride` columns in all.
 inline void block_product(Rows<const BFloat16> gradient, const BFloat16* packed, int64_t count,
                           int64_t stride, int64_t column, int64_t height, int64_t width,
                           GradientBuffers& buffer) {
   for (int64_t row = 0; row < count; row += kReduced) {
     const int64_t terms = std::min(kReduced, count - row), padded = round_up(terms, kQueries);
-    pack_first({gradient.at(row), gradient.stride}, terms, padded, height, buffer.first);
+    transpose_rows({gradient.at(row), gradient.stride}, terms, padded, height, buffer.first);
     for (int64_t i = 0; i < width; i += kQueries) {
       const int64_t panel = std::min(kQueries, width - i);
       at::native::cpublas::brgemm(height, panel, padded, padded, panel, width, row > 0, buffer.first,
@@ -147,7 +82,7 @@ inline at::Tensor pack_values(const at::Tensor& values) {
   at::parallel_for(0, (count + kReduced - 1) / kReduced, 1, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin * kReduced; row < std::min(end * kReduced, count); row += kReduced) {
       const int64_t terms = std::min(kReduced, count - row);
-      pack_second({rows.at(row), rows.stride}, terms, round_up(terms, kQueries), width,
+      pack_rows({rows.at(row), rows.stride}, terms, round_up(terms, kQueries), width,
                   packed.data_ptr<BFloat16>() + row * width);
     }
   });
