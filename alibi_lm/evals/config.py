@@ -51,10 +51,7 @@ class PerplexityConfig:
         ))  # fmt: skip
         if self.seed < 0:
             yield Problem(f"{key}seed", self.seed, "is negative", "give 0 or more")
-        if self.epsilon is not None and not 0 <= self.epsilon < 1:
-            yield Problem(
-                f"{key}epsilon", self.epsilon, "is not in [0, 1)", "give for example 1e-6"
-            )
+        yield from _epsilon_problems(self.epsilon, key)
 
 
 @dataclass
@@ -75,6 +72,10 @@ class NeedleConfig:
     """Tokens put through the model at once."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Arithmetic of the model."""
+    epsilon: float | None = None
+    """Probability that a head may leave out of a row's far keys where prompt and answer are longer
+    than 2,048 tokens; 0 is dense. By default 1e-6 where the model has linear biases and no window,
+    else 0."""
     seed: int = 0
     """Seed of haystacks, keys and answers."""
     scaling: dict[str, Any] | None = None
@@ -89,6 +90,7 @@ class NeedleConfig:
             yield Problem(f"{key}num_distractors", self.num_distractors, rule, "give fewer")
         if self.seed < 0:
             yield Problem(f"{key}seed", self.seed, "is negative", "give 0 or more")
+        yield from _epsilon_problems(self.epsilon, key)
         if not self.depths:
             yield Problem(f"{key}depths", self.depths, "is empty", "give for example [0, 0.5, 1]")
         for depth in self.depths:
@@ -124,6 +126,10 @@ class RetrievalConfig:
     """Tokens put through the model at once."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Arithmetic of the model."""
+    epsilon: float | None = None
+    """Probability that a head may leave out of a row's far keys where prompt and answer are longer
+    than 2,048 tokens; 0 is dense. By default 1e-6 where the model has linear biases and no window,
+    else 0."""
     seed: int = 0
     """Seed of prompts."""
     scaling: dict[str, Any] | None = None
@@ -135,6 +141,7 @@ class RetrievalConfig:
         yield from _positive_problems(self, key, ("num_trials", "batch_tokens"))
         if self.seed < 0:
             yield Problem(f"{key}seed", self.seed, "is negative", "give 0 or more")
+        yield from _epsilon_problems(self.epsilon, key)
         if not 0 < self.threshold <= 100:
             rule = "is not a percentage"
             yield Problem(f"{key}threshold", self.threshold, rule, f"give {RULER_THRESHOLD}")
@@ -278,6 +285,11 @@ def _length_problems(lengths: list[int] | None, key: str, unit: str = "token") -
             yield Problem(key, length, "is not positive", f"give lengths of at least 1 {unit}")
     if len(set(lengths)) != len(lengths):
         yield Problem(key, lengths, "names a length twice", "name it once")
+
+
+def _epsilon_problems(epsilon: float | None, key: str) -> Iterator[Problem]:
+    if epsilon is not None and not 0 <= epsilon < 1:
+        yield Problem(f"{key}epsilon", epsilon, "is not in [0, 1)", "give for example 1e-6")
 
 
 def _positive_problems(section: object, key: str, names: tuple[str, ...]) -> Iterator[Problem]:

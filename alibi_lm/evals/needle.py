@@ -201,7 +201,7 @@ def run_needle(
     maker = PromptMaker(tokenizer, files, config.seed, config.num_distractors)
     chosen = results.chosen_lengths(subject, config)
     lengths = usable_lengths(maker, chosen, config.lengths is not None)
-    scorer = scorer or subject.scorer(config.precision, scaling=config.scaling)
+    scorer = scorer or subject.scorer(config.precision, config.epsilon, config.scaling)
     started = time.perf_counter()
     grid = score_grid(scorer, maker, tokenizer, lengths, config, subject.training_length)
     seconds = time.perf_counter() - started

@@ -68,7 +68,7 @@ def run_retrieval(
     chosen = results.chosen_lengths(subject, config)
     haystack = Haystack(tokenizer, files)
     fitting, left_out = fitting_cells(tasks, chosen, haystack, config.lengths is not None)
-    scorer = scorer or subject.scorer(config.precision, scaling=config.scaling)
+    scorer = scorer or subject.scorer(config.precision, config.epsilon, config.scaling)
     started = time.perf_counter()
     counts = score_all(scorer, tokenizer, fitting, config, subject.training_length)
     seconds = time.perf_counter() - started

@@ -18,14 +18,18 @@ def perplexity_lines(result: Mapping[str, Any]) -> list[str]:
     if fixed := result.get("fixed_target"):
         title = f"fixed targets, the last {fixed['num_targets']:,} tokens of each document"
         lines += [title, *_length_lines(fixed)]
-    epsilon = result["model"].get("epsilon")
-    if epsilon and max(result["lengths"]) > DENSE_UP_TO:
-        lines.append(
-            f"above {DENSE_UP_TO:,} tokens each head leaves out at most {epsilon:g} of a row"
-        )
+    lines += _epsilon_lines(result)
     if null := result.get("null"):
         lines.append(null["verdict"]["text"])
     return lines
+
+
+def _epsilon_lines(result: Mapping[str, Any]) -> list[str]:
+    """What long inputs were read without, if anything."""
+    epsilon = result["model"].get("epsilon")
+    if not epsilon or max(result["lengths"]) <= DENSE_UP_TO:
+        return []
+    return [f"above {DENSE_UP_TO:,} tokens each head leaves out at most {epsilon:g} of a row"]
 
 
 def _length_lines(result: Mapping[str, Any]) -> list[str]:
@@ -66,6 +70,7 @@ def needle_lines(result: Mapping[str, Any]) -> list[str]:
             "generation"
             for row in result.get("by_distance", [])
         ),
+        *_epsilon_lines(result),
     ]
 
 
@@ -89,6 +94,7 @@ def retrieval_lines(result: Mapping[str, Any]) -> list[str]:
     for row in result["passkey"]["k_max"] if result["passkey"] else []:
         reach = "none" if row["k_max"] is None else f"{row['k_max']:,} tokens"
         lines.append(f"passkey, length {row['length']:,}: k_max {reach}")
+    lines += _epsilon_lines(result)
     return lines + [verdict["text"] for verdict in result["verdicts"]]
 
 

@@ -2,10 +2,11 @@
 
 A layer goes over the whole input before the next one starts, chunk by chunk, so that the norms of
 all keys before a query are known when something is left out. What is kept for every token is the
-layer's input and its output: at most 8 x hidden size bytes in fp32 (the first layer's input is
-looked up again, and of the last layer only losses are kept). Keys and values are kept as far back
-as recent chunks have read. A query that reaches further back makes them again from the layer's
-input, so its output is as near to the dense one as any.
+layer's input and its output: at most 8 x hidden size bytes in fp32 (of the last layer only losses
+are kept). Keys and values are kept as far back as recent chunks have read. A query that reaches
+further back makes them again from the layer's input, so its output is as near to the dense one as
+any. Heads may be split over ranks: each reads as far back as its own heads need, which takes
+nothing from the other ranks.
 """
 
 from __future__ import annotations
@@ -67,8 +68,6 @@ def why_dense(decoder: Decoder) -> str | None:
         return f"positions are {config.position}, and only alibi's biases make far keys vanish"
     if config.window is not None:
         return f"the model has a window of {config.window} keys already"
-    if decoder.tp.size > 1:
-        return "the heads are split over ranks"
     weight = decoder.embedding.weight
     if weight.device.type != "cpu" or weight.dtype == torch.float64:
         return f"there is no kernel for {weight.dtype} on {weight.device.type}"
@@ -123,43 +122,32 @@ def _run(
 ) -> None:
     weight = decoder.embedding.weight
     buffers = [
-        weight.new_empty(len(tokens), weight.shape[1])
-        for _ in range(min(2, len(decoder.blocks) - 1))
+        weight.new_empty(len(tokens), weight.shape[1]) for _ in range(min(2, len(decoder.blocks)))
     ]
-
-    def embedded(first: int, stop: int) -> Tensor:
-        return cast(Tensor, decoder.embedding(tokens[None, first:stop], first))[0]
-
-    inputs: Callable[[int, int], Tensor] = embedded
+    chunks = [(first, min(first + CHUNK, len(tokens))) for first in range(0, len(tokens), CHUNK)]
+    # All at once, because ranks that share the table look tokens up together.
+    for first, stop in chunks:
+        buffers[0][first:stop] = decoder.embedding(tokens[None, first:stop], first)[0]
     for index, block in enumerate(decoder.blocks):
-        layer = _Layer(cast(Block, block), inputs, epsilon)
+        layer = _Layer(cast(Block, block), buffers[index % 2], epsilon)
         if observe is not None:
             layer.observe = partial(observe, index)
         last = index + 1 == len(decoder.blocks)
-        target = None if last else buffers[index % 2]
-        for first in range(0, len(tokens), CHUNK):
-            stop = min(first + CHUNK, len(tokens))
+        for first, stop in chunks:
             before = layer.made_again
             hidden, reaches = layer.chunk(first, stop)
             report.add(index, reaches, layer.made_again - before, layer.keys.shape[1])
-            if target is None:
-                losses[first:stop] = decoder.hidden_losses(hidden[None], targets[None, first:stop])[
-                    0
-                ]
+            if last:
+                target = targets[None, first:stop]
+                losses[first:stop] = decoder.hidden_losses(hidden[None], target)[0]
             else:
-                target[first:stop] = hidden
-        if target is not None:
-            inputs = _rows(target)
-
-
-def _rows(buffer: Tensor) -> Callable[[int, int], Tensor]:
-    return lambda first, stop: buffer[first:stop]
+                buffers[1 - index % 2][first:stop] = hidden
 
 
 class _Layer:
     """One block on its way over the input: a `banded.Source` of the keys and values so far."""
 
-    def __init__(self, block: Block, inputs: Callable[[int, int], Tensor], epsilon: float) -> None:
+    def __init__(self, block: Block, inputs: Tensor, epsilon: float) -> None:
         assert block.attention.slopes is not None
         self.block, self.inputs, self.epsilon = block, inputs, epsilon
         self.slopes = block.attention.slopes
@@ -170,7 +158,7 @@ class _Layer:
 
     def chunk(self, first: int, stop: int) -> tuple[Tensor, list[Reach]]:
         """The block's output [n, hidden_size] at positions [first, stop), and its reaches."""
-        hidden = self.inputs(first, stop)[None]
+        hidden = self.inputs[None, first:stop]
         q, k, v = (x[0] for x in self.block.attention.project(self.block.attention_norm(hidden)))
         if self.observe is not None:
             self.observe(first, q, k)
@@ -183,7 +171,7 @@ class _Layer:
     def read(self, first: int, stop: int) -> tuple[Tensor, Tensor]:
         """Keys and values [KV, n, D] of positions that are no longer kept."""
         self.made_again += stop - first
-        normed = self.block.attention_norm(self.inputs(first, stop)[None])
+        normed = self.block.attention_norm(self.inputs[None, first:stop])
         _, k, v = self.block.attention.project(normed)
         return k[0], v[0]
 

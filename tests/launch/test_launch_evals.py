@@ -36,6 +36,15 @@ RETRIEVAL = [
     "retrieval.batch_tokens=800",
 ]
 SETTINGS = {"perplexity": PERPLEXITY, "needle": NEEDLE, "retrieval": RETRIEVAL}
+LONG = [
+    "perplexity.lengths=[300,2300]",
+    "perplexity.null_targets=null",
+    "retrieval.tasks=[passkey,mqar]",
+    "retrieval.lengths=[2500]",
+    "retrieval.num_trials=2",
+    "retrieval.sizes.passkey_num_distances=2",
+]
+"""Inputs of which far keys are left out."""
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +58,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     add_tokenizer(step, folder)
     texts = ["".join(LINES[(i * k) % 5] for i in range(1, 60 + k)) + f"x{k}" for k in (1, 2, 3)]
     add_validation(step, corpus, texts)
+    add_validation(step, folder / "long", [text * 5 for text in texts])
+    step.config.data.validation.pop()
     step.config.data.validation.pop()
     export(step, folder / "exported")
     return folder / "run"
@@ -63,9 +74,9 @@ def deepspeed(program: Path, *arguments: str, ranks: int = 2) -> subprocess.Comp
     )
 
 
-def alone(run: Path, name: str, out: Path) -> dict[str, Any]:
+def alone(run: Path, name: str, out: Path, *settings: str) -> dict[str, Any]:
     """The result of one process."""
-    asked = ["eval", name, str(run), *SETTINGS[name], "--out", str(out)]
+    asked = ["eval", name, str(run), *(settings or SETTINGS[name]), "--out", str(out)]
     done = CliRunner().invoke(main, asked)
     assert done.exit_code == 0, done.output
     found: dict[str, Any] = json.loads((out / f"{name}.json").read_text())
@@ -113,6 +124,32 @@ def test_two_ranks_judge_as_one(run: Path, tmp_path: Path) -> None:
             assert losses(found) == pytest.approx(losses(single[name]), rel=1e-5), job
         assert (Path(str(job["out"])) / f"{name}.png").is_file()
         assert done.stdout.count(f"{name}: {job['out']}/{name}.json") == 1  # rank 0 alone speaks
+
+
+def test_ranks_that_share_a_models_heads_leave_far_keys_out(run: Path, tmp_path: Path) -> None:
+    long = [*LONG, f"corpus={run.parent / 'long'}"]
+    jobs = [
+        {"subject": str(run), "engine": None, "tp": 2, "eval": name, "overrides": long,
+         "out": str(tmp_path / name)}
+        for name in ("perplexity", "retrieval")
+    ]  # fmt: skip
+    (tmp_path / "jobs.json").write_text(json.dumps(jobs))
+    program = REPOSITORY / "tests" / "launch" / "several_evals.py"
+    done = deepspeed(program, str(tmp_path / "jobs.json"))
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    found = {name: json.loads((tmp_path / name / f"{name}.json").read_text())
+             for name in ("perplexity", "retrieval")}  # fmt: skip
+    for name, result in found.items():
+        assert result["model"]["epsilon"] == 1e-6
+        assert f"{name}: " in done.stdout
+        dense = alone(run, name, tmp_path / f"dense {name}", *long, f"{name}.epsilon=0")
+        assert dense["model"]["epsilon"] == 0
+        if name == "retrieval":
+            assert result["cells"] == dense["cells"]
+        else:
+            wanted = [row["loss"] for row in dense["rows"]]
+            assert [row["loss"] for row in result["rows"]] == pytest.approx(wanted, rel=1e-5)
+    assert done.stdout.count("each head leaves out at most 1e-06 of a row") == 2
 
 
 def test_the_script_shares_a_model_that_no_rank_holds(run: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from alibi_lm.evals.results import open_corpora
 from alibi_lm.evals.retrieval import run_retrieval
 from alibi_lm.evals.subject import Choices, NativeSubject, Subject
 from alibi_lm.hf.export import export
+from alibi_lm.tasks.config import TaskSizes
 from tests.unit.hf.folders import write_stock
 from tests.unit.hf.small_step import LENGTH, LINES, add_tokenizer, add_validation, write_step
 
@@ -127,6 +129,35 @@ def test_long_inputs_of_an_imported_model_go_through_the_fast_engine(tmp_path: P
         fast.token_losses(tokens), slow.token_losses(tokens), rtol=1e-3, atol=1e-4
     )
     assert open_subject(f"hf:{folder}").training_length == 300  # config.json's max_seq_len
+
+
+def test_far_keys_left_out_of_long_prompts_change_no_answer(
+    exported: tuple[Step, Path], tmp_path: Path
+) -> None:
+    step, folder = exported
+    add_validation(step, tmp_path / "long", ["".join(texts())])
+    corpus = step.config.data.validation.pop()
+    needle = NeedleConfig(lengths=[2600], depths=[0.5], num_trials=3, num_distractors=2)
+    retrieval = RetrievalConfig(
+        tasks=["passkey"], lengths=[2600], num_trials=2, sizes=TaskSizes(passkey_num_distances=3)
+    )
+    for name in (str(step.folder.parent.parent), f"hf:{folder}"):
+        subject = open_subject(name, Choices(corpus=corpus, out=tmp_path / name[:3]))
+        for fast, dense in (
+            [run_needle(subject, replace(needle, epsilon=e)) for e in (None, 0.0)],
+            [run_retrieval(subject, replace(retrieval, epsilon=e)) for e in (None, 0.0)],
+        ):
+            assert (fast["model"]["epsilon"], dense["model"]["epsilon"]) == (1e-6, 0.0)
+            assert fast["cells"] == dense["cells"]
+        maker = PromptMaker(subject.tokenizer(), open_corpora(subject, needle), 0)  # type: ignore[arg-type]
+        trials = [maker.trial(2600, index) for index in range(2)]
+        prompts = torch.stack([torch.from_numpy(trial.prompt(0.5)) for trial in trials])
+        choices = torch.tensor([[a.tokens for a in trial.candidates] for trial in trials])
+        found, wanted = (subject.scorer("fp32", e).answers(prompts, choices, 9) for e in (1e-6, 0))
+        assert torch.equal(found.generated, wanted.generated)
+        torch.testing.assert_close(
+            found.log_likelihoods, wanted.log_likelihoods, rtol=1e-4, atol=1e-4
+        )
 
 
 def test_text_is_tokenised_on_the_fly(exported: tuple[Step, Path], tmp_path: Path) -> None:
