@@ -153,10 +153,21 @@ class Attention(nn.Module):
             assert self.slopes is not None
             slopes = learned_slopes(self.slopes, self.log_slope_ratio)
         epsilon = self.epsilon if self.training and cache is None else 0.0
-        mixed = attention(
-            q, k, v, slopes=slopes, window=self.config.window, bias=bias, epsilon=epsilon
-        )
+        mixed = self.mix(q, k, v, slopes, bias, epsilon)
         return self.output(mixed.transpose(1, 2).flatten(2))
+
+    def mix(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        slopes: tuple[float, ...] | Tensor | None,
+        bias: Tensor | None,
+        epsilon: float,
+    ) -> Tensor:
+        """`attention` within the config's window."""
+        window = self.config.window
+        return attention(q, k, v, slopes=slopes, window=window, bias=bias, epsilon=epsilon)
 
     def current_slopes(self) -> tuple[float, ...] | None:
         """The rank's heads' slopes as they are now: learned ones change; None without any."""

@@ -21,8 +21,11 @@ LANES = 16
 
 
 def linear(values: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear`, with the same results and the same gradients up to the order of sums."""
-    if not (
+    """`F.linear`, with the same results and the same gradients up to the order of sums.
+
+    Under torch.compile it is that itself: a product that the compiler sees.
+    """
+    if torch.compiler.is_compiling() or not (
         weight.requires_grad
         and torch.is_grad_enabled()
         and values.dtype == weight.dtype == torch.bfloat16

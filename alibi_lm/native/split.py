@@ -16,7 +16,12 @@ def split(values: Tensor, widths: Sequence[int]) -> tuple[Tensor, ...]:
 
     The compiled kernel's gradients of q, k and v lie so.
     """
-    if values.device.type != "cpu" or not torch.is_grad_enabled() or not values.requires_grad:
+    if (
+        torch.compiler.is_compiling()
+        or values.device.type != "cpu"
+        or not torch.is_grad_enabled()
+        or not values.requires_grad
+    ):
         return values.split(list(widths), dim=-1)
     return _Split.apply(values, tuple(widths))
 

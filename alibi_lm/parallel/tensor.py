@@ -168,6 +168,12 @@ class ColumnLinear(Linear):
 
     def forward(self, values: Tensor) -> Tensor:
         """[..., in_features], the same on every rank, to [..., the rank's outputs]."""
+        if self.tp.size == 1:
+            return linear(values, self.weight, self.bias)
+        return self.forward_split(values)
+
+    def forward_split(self, values: Tensor) -> Tensor:
+        """`forward` of one of several ranks."""
         values = spread(values, self.tp)
         out = linear(values, self.weight, self.bias)
         if self.copies == 1:
@@ -193,6 +199,10 @@ class RowLinear(Linear):
         """[..., the rank's inputs] to [..., out_features], the same on every rank."""
         if self.tp.size == 1:
             return linear(values, self.weight, self.bias)
+        return self.forward_split(values)
+
+    def forward_split(self, values: Tensor) -> Tensor:
+        """`forward` of one of several ranks."""
         out = cast(Tensor, _Sum.apply(linear(values, self.weight), self.tp))
         return out if self.bias is None else out + self.bias
 

@@ -87,6 +87,9 @@ class TrainConfig:
     """Largest global gradient norm; 0 clips nothing."""
     activation_checkpointing: bool = False
     """Whether blocks are computed again in the backward pass instead of kept."""
+    compile: bool = False
+    """Whether torch.compile fuses what lies between a block's attention, products and collectives;
+    takes a minute at the start, and needs a C++ compiler or Triton."""
 
     attention_epsilon: float = 1e-6
     """Probability that a head may leave out of each row of long samples; 0 computes all of it."""

@@ -20,6 +20,7 @@ from alibi_lm.config import Config
 from alibi_lm.model.layers import set_attention_epsilon
 from alibi_lm.parallel.mesh import Mesh
 from alibi_lm.train import state
+from alibi_lm.train.compiling import compile_blocks
 from alibi_lm.train.deepspeed_config import zero_stage
 from alibi_lm.train.distributed import sum_over_ranks
 from alibi_lm.train.schedule import learning_rate
@@ -72,6 +73,8 @@ class Engine(ABC):
         with contextlib.redirect_stdout(io.StringIO()):
             model, unit = self._make_model(ds_config, config.train.seed if initial else None)
             set_attention_epsilon(model, config.train.attention_epsilon)
+            if config.train.compile:
+                compile_blocks(model)
             self.deepspeed, *_ = deepspeed.initialize(
                 model=model,
                 model_parameters=parameter_groups(model, config.train.weight_decay),

@@ -24,6 +24,7 @@ from alibi_lm.parallel.mesh import make_mesh
 from alibi_lm.parallel.rules import layout_problems
 from alibi_lm.settings import apply_overrides, digest, examine, load_yaml, to_dict, to_yaml
 from alibi_lm.train.boards import check_boards, open_boards
+from alibi_lm.train.compiling import check_compiler
 from alibi_lm.train.deepspeed_config import (
     batch_problems,
     block_problems,
@@ -102,6 +103,7 @@ def pretrain(path: str | Path, overrides: Sequence[str], local_rank: int, addres
     config, block = together(lambda: read_config(path, overrides, world_size()))
     raise_if_different("the resolved config", digest(config))
     together(lambda: check_boards(config) if rank() == 0 else None)
+    together(lambda: check_compiler(config))
     train, progress = config.train, Progress()
     limits = Limits(train.silence_seconds, train.hang_minutes and 60 * train.hang_minutes)
     with watched(address, limits, progress, Path(config.run.dir) / "train.log"):

@@ -30,6 +30,7 @@ MAY_CHANGE = (
     "train.gradient_accumulation_steps",
     "train.num_steps",
     "train.activation_checkpointing",
+    "train.compile",
     "train.log_interval",
     "train.checkpoint_interval",
     "train.keep_last",

@@ -53,6 +53,7 @@ def config_of(model: dict[str, Any]) -> Config:
         "learning_rate": RATE,
         "gradient_clipping": CLIPPING,
         "activation_checkpointing": model.pop("recompute", False),
+        "compile": model.pop("compile", False),
     }
     data = {"corpora": [{"prefix": "none"}]}
     raw = {"run": {"dir": "none"}, "model": DEFAULTS | model, "data": data, "train": train}

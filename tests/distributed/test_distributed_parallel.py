@@ -23,6 +23,7 @@ SCRIPT = Path(__file__).with_name("parallel_variants.py")
 BLOOM = {"shape": "bloom", "tied_embeddings": False}
 MQA, GQA = {"num_kv_heads": 1}, {"num_kv_heads": 2}
 BF16 = {"precision": "bf16"}
+COMPILED = {"compile": True}
 
 NTK = {"scaling": {"kind": "ntk", "factor": 2.0}}
 LEARNED_SLOPES = {"position": "alibi_learned"}
@@ -89,8 +90,10 @@ MORE: dict[Layout, Variants] = {
         "bloom mqa": BLOOM | MQA | {"stages": [0, 1, 2, 3]},
         "mpt untied gqa": GQA | {"stages": [0, 1, 2, 3], "tied_embeddings": False},
         "bloom tied bf16": BF16 | {"stages": [1, 2, 3], "shape": "bloom"},
+        "mpt compiled": COMPILED | {"stages": [1, 3], "recompute": True},
     },
     (2, 2, 1): {
+        "bloom mqa compiled": BLOOM | MQA | COMPILED | {"stages": [1]},
         "mpt": {"stages": [2, 3]},
         "mpt bf16": BF16 | {"stages": [1, 2, 3]},
         "bloom tied": {"stages": [0, 1], "shape": "bloom"},
@@ -109,6 +112,7 @@ MORE: dict[Layout, Variants] = {
         "mpt": {"stages": [0, 1]},
         "mpt untied": {"stages": [0, 1], "tied_embeddings": False},
         "bloom bf16": BLOOM | BF16 | {"stages": [1], "recompute": True},
+        "mpt compiled": COMPILED | {"stages": [1]},
     },
     (4, 1, 4): {
         "mpt": {"stages": [0, 1], "num_layers": 5},
