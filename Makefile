@@ -43,11 +43,11 @@ format: $(INSTALLED)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-test: export DS_ACCELERATOR := cpu
+test test-all: export DS_ACCELERATOR := cpu
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow" --numprocesses auto --dist loadfile tests/unit
 	$(BIN)/pytest -m "not slow" tests/distributed tests/launch
 
-test-all: export DS_ACCELERATOR := cpu
-test-all: $(INSTALLED)
-	$(BIN)/pytest
+test-all: test
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow --numprocesses auto --dist loadfile tests/unit
+	$(BIN)/pytest -m slow tests/distributed tests/launch

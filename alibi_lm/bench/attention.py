@@ -18,6 +18,7 @@ from alibi_lm.bench.peers import SIZES
 from alibi_lm.bench.turns import in_turns, markdown, paired_ratio, publish, timed
 from alibi_lm.errors import ConfigError, Problem
 from alibi_lm.model.attention import KERNELS, Request, attention
+from alibi_lm.model.horizon import DEFAULT_EPSILON
 from alibi_lm.model.slopes import alibi_slopes
 
 Way = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -80,8 +81,8 @@ def _inputs(settings: AttentionBenchmark, length: int) -> tuple[Tensor, Tensor, 
 def _ways(heads: int, length: int, longest_square: int, q: Tensor) -> dict[str, Way]:
     slopes = alibi_slopes(heads)
 
-    def ours(kernel: str, slopes: tuple[float, ...] | None) -> Way:
-        return lambda q, k, v: attention(q, k, v, slopes=slopes, kernel=kernel)
+    def ours(kernel: str, slopes: tuple[float, ...] | None, epsilon: float = 0.0) -> Way:
+        return partial(attention, slopes=slopes, epsilon=epsilon, kernel=kernel)
 
     def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -90,6 +91,7 @@ def _ways(heads: int, length: int, longest_square: int, q: Tensor) -> dict[str, 
     for kernel in ("native_cpu", "flash_cpu"):
         if KERNELS[kernel].lacks(q, q, q, Request(slopes, None, None)) is None:
             ways[f"{kernel}, alibi"] = ours(kernel, slopes)
+            ways[f"{kernel}, alibi, horizons"] = ours(kernel, slopes, DEFAULT_EPSILON)
             ways[f"{kernel}, no bias"] = ours(kernel, None)
     ways["torch, causal without bias"] = causal
     if length <= longest_square:

@@ -17,6 +17,7 @@ from alibi_lm.model.decoder import Decoder
 from alibi_lm.model.layers import Attention, set_attention_epsilon
 from alibi_lm.model.scaling import head_slopes
 from alibi_lm.settings import build
+from alibi_lm.train.compiling import compile_blocks
 from alibi_lm.train.config import TrainConfig
 
 SIZES: dict[str, dict[str, int]] = {
@@ -25,7 +26,9 @@ SIZES: dict[str, dict[str, int]] = {
 }
 DENSE = "alibi-dense"
 """ALiBi whose attention leaves nothing out (`train.attention_epsilon` 0)."""
-OURS = ("alibi", DENSE, "none", "sinusoidal", "rotary", "t5")
+COMPILED = "alibi-compiled"
+"""ALiBi whose blocks go through torch.compile (`train.compile`)."""
+OURS = ("alibi", DENSE, COMPILED, "alibi_learned", "none", "sinusoidal", "rotary", "t5")
 """This project's model with each position scheme."""
 SAME_PARAMETERS = ("alibi", DENSE, "none")
 """Those of them that differ in nothing that is trained: `become` makes one of another."""
@@ -44,7 +47,7 @@ class Shape:
 
     def model(self, position: str) -> ModelConfig:
         """This project's config of it."""
-        position = "alibi" if position == DENSE else position
+        position = "alibi" if position in (DENSE, COMPILED) else position
         return build(ModelConfig, SIZES[self.size] | {"position": position})
 
 
@@ -84,6 +87,8 @@ def make(name: str, shape: Shape) -> Losses:
         return Losses(_x_transformers(shape), _logits_loss)
     losses = Losses(Decoder(shape.model(name)), _our_loss)
     _set_epsilon(losses, name)
+    if name == COMPILED:
+        compile_blocks(losses)
     return losses
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -15,7 +15,7 @@ import torch
 from alibi_lm.bench.machine import Machine, Rate
 from alibi_lm.bench.peers import SAME_PARAMETERS, SIZES, Shape, available
 from alibi_lm.bench.stepping import Job, Trainee
-from alibi_lm.bench.turns import in_turns, markdown, paired_ratio, publish
+from alibi_lm.bench.turns import Ratio, in_turns, markdown, paired_ratio, publish
 from alibi_lm.errors import ConfigError, Problem
 from alibi_lm.model.flops import flops_per_token
 
@@ -23,7 +23,7 @@ WARM_UPS = 2
 """Steps before the first that counts: they compile, allocate and fill the optimizer's state."""
 
 MEMORY_STEPS = 4
-"""Further steps where only the peak of memory is wanted."""
+"""Further steps of a process whose peak of memory is wanted."""
 
 
 @dataclass(frozen=True)
@@ -37,16 +37,19 @@ class TrainBenchmark:
     names: Sequence[str] = ("alibi", "none", "mpt", "bloom")
     """The models, the one that the others are compared with first."""
     repeats: int = 7
+    memory_starts: int = 1
+    """Processes of each model whose peak of memory is read."""
 
 
 def benchmark_train(settings: TrainBenchmark, path: Path | None = None) -> dict[str, Any]:
     """Train each model a step at a time, in turns, in bf16 under DeepSpeed's ZeRO stage 1.
 
-    Each is a process of its own, so that its memory is. Those of `peers.SAME_PARAMETERS` take
-    turns in one, because what lies where in a process's memory makes its steps some percent faster
-    or slower; their memory is read in others. Ratios are those of the same turn. MFU is
-    PaLM's (see `flops_per_token`) over the rate of plain products of the model's own shapes,
-    those of the backward pass included, measured in turns with the steps.
+    Each is a process of its own, but for those of `peers.SAME_PARAMETERS`: they take turns in one,
+    because what lies where in a process's memory makes its steps some percent faster or slower.
+    Ratios are those of the same turn. MFU is PaLM's (see `flops_per_token`) over the rate of plain
+    products of the model's own shapes, those of the backward pass included, measured in turns with
+    the steps. Peaks of memory are those of other processes, one for each model and start: a peak
+    hangs on how threads met in the allocator, and that differs from start to start.
 
     Raises:
         ConfigError: a model's package is not installed, or a step's tokens are not whole sequences.
@@ -78,11 +81,8 @@ def benchmark_train(settings: TrainBenchmark, path: Path | None = None) -> dict[
             ways |= {name: partial(trainee.step, name) for name in job.names}
         seconds = in_turns(ways | {"machine": machine}, settings.repeats, WARM_UPS)
         profile = started[0].profile()
-        alone = zip(jobs, started, strict=True)
-        memory = {job.names[0]: each.memory() for job, each in alone if len(job.names) == 1}
-    for job in jobs:
-        if len(job.names) > 1:
-            memory |= {name: _memory(replace(job, names=(name,))) for name in job.names}
+    alone = {name: replace(jobs[0], names=(name,)) for name in settings.names}
+    peaks = _peaks(alone, settings.memory_starts)
     possible = [rate for rate, _ in measured[WARM_UPS:]]
     flops = flops_per_token(shape.model("alibi"), settings.sequence_length) * settings.num_tokens
     result: dict[str, Any] = asdict(settings) | {
@@ -101,9 +101,9 @@ def benchmark_train(settings: TrainBenchmark, path: Path | None = None) -> dict[
                     flops / taken / rate.step
                     for taken, rate in zip(seconds[name], possible, strict=False)
                 ),
-                "peak_bytes": memory[name],
+                "peak_bytes": peaks[name],
                 "time": paired_ratio(seconds[name], seconds[settings.names[0]]).as_dict(),
-                "memory": memory[name] / memory[settings.names[0]],
+                "memory": paired_ratio(peaks[name], peaks[settings.names[0]]).as_dict(),
             }
             for name in settings.names
         },
@@ -123,12 +123,16 @@ def groups(names: Sequence[str]) -> list[tuple[str, ...]]:
     return found
 
 
-def _memory(job: Job) -> int:
-    """Bytes of the peak of a process that makes a few steps of the job's model."""
-    with closing(Trainee(job)) as trainee:
-        for _ in range(WARM_UPS + MEMORY_STEPS):
-            trainee.step(job.names[0])
-        return trainee.memory()
+def _peaks(jobs: Mapping[str, Job], starts: int) -> dict[str, list[int]]:
+    """Bytes of the peak of each process that makes a few steps of a model, start by start."""
+    found: dict[str, list[int]] = {name: [] for name in jobs}
+    for _ in range(starts):
+        for name, job in jobs.items():
+            with closing(Trainee(job)) as trainee:
+                for _ in range(WARM_UPS + MEMORY_STEPS):
+                    trainee.step(name)
+                found[name].append(trainee.memory())
+    return found
 
 
 def benchmark_lines(result: dict[str, Any]) -> list[str]:
@@ -137,11 +141,10 @@ def benchmark_lines(result: dict[str, Any]) -> list[str]:
     headings = ("model", "tokens/s", f"time / {first}", "MFU", "memory, MiB", f"/ {first}")
     rows = []
     for name, found in result["models"].items():
-        time = found["time"]
         rows.append((
-            name, f"{found['tokens_per_second']:,.0f}",
-            f"{time['median']:.3f} [{time['low']:.3f}, {time['high']:.3f}]",
-            f"{found['mfu']:.0%}", f"{found['peak_bytes'] / 2**20:,.0f}", f"{found['memory']:.2f}",
+            name, f"{found['tokens_per_second']:,.0f}", str(Ratio(**found["time"])),
+            f"{found['mfu']:.0%}", f"{median(found['peak_bytes']) / 2**20:,.0f}",
+            str(Ratio(**found["memory"])),
         ))  # fmt: skip
     title = (f"training steps, {result['size']}, {result['sequence_length']} tokens a sequence, "
              f"{result['num_tokens']:,} a step, bf16, {result['threads']} threads; plain products "

@@ -24,9 +24,12 @@ from alibi_lm.commands.bench_parts import JSON, REPEATS
               help="Tokens of a step.")  # fmt: skip
 @click.option("--model", "names", multiple=True, default=("alibi", "none", "mpt", "bloom"),
               show_default=True, help="A model; the first is what the others are compared with.",
-              type=click.Choice(["alibi", "alibi-dense", "none", "sinusoidal", "rotary", "t5",
-                                 "mpt", "bloom", "x-transformers"]))  # fmt: skip
+              type=click.Choice(["alibi", "alibi-dense", "alibi-compiled", "alibi_learned", "none",
+                                 "sinusoidal", "rotary", "t5", "mpt", "bloom",
+                                 "x-transformers"]))  # fmt: skip
 @REPEATS
+@click.option("--memory-starts", type=click.IntRange(1), default=1, show_default=True,
+              help="Processes of each model whose peak memory is read.")  # fmt: skip
 @JSON
 def train(
     size: str,
@@ -34,16 +37,19 @@ def train(
     num_tokens: int,
     names: Sequence[str],
     repeats: int,
+    memory_starts: int,
     path: Path | None,
 ) -> None:
     """Training steps of this project's model and of others of its size, in turns.
 
-    alibi-dense leaves no keys out (train.attention_epsilon 0). mpt and bloom are transformers' own
+    alibi-dense leaves no keys out (train.attention_epsilon 0), alibi-compiled goes through
+    torch.compile (train.compile). mpt and bloom are transformers' own
     classes; x-transformers is its decoder with alibi_pos_bias, if that package is installed.
     """
     from alibi_lm.bench.train import TrainBenchmark, benchmark_train
 
-    benchmark_train(TrainBenchmark(size, sequence_length, num_tokens, names, repeats), path)
+    settings = TrainBenchmark(size, sequence_length, num_tokens, names, repeats, memory_starts)
+    benchmark_train(settings, path)
 
 
 @click.command("attention")

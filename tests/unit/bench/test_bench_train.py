@@ -53,20 +53,24 @@ def test_models_take_turns_in_processes_of_their_own(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     done = CliRunner().invoke(
         main, ["bench", "train", "--sequence-length", "32", "--num-tokens", "64", "--repeats", "3",
-               "--model", "alibi", "--model", "none", "--model", "mpt", "--json", str(path)],
+               "--memory-starts", "2", "--model", "alibi", "--model", "none", "--model", "mpt",
+               "--json", str(path)],
     )  # fmt: skip
     assert done.exit_code == 0, done.output
     result = json.loads(path.read_text())
     assert list(result["models"]) == ["alibi", "none", "mpt"]
     for found in result["models"].values():
         assert len(found["seconds"]) == 3
-        assert found["peak_bytes"] > 0
+        assert len(found["peak_bytes"]) == 2
+        assert min(found["peak_bytes"]) > 4e6 * 12  # fp32 weights and moments at least
         flops = 64 * (6 * (4 * 12 * 256**2 + 4096 * 256) + 12 * 4 * 256 * 32)
         pairs = zip(found["seconds"], result["product_rates"], strict=True)
         assert found["mfu"] == pytest.approx(
             median(flops / (taken * rate) for taken, rate in pairs)
         )
     assert result["models"]["alibi"]["time"]["median"] == 1
+    assert result["models"]["alibi"]["memory"]["high"] == 1
+    assert result["models"]["mpt"]["memory"]["median"] > 0
     assert "| mpt |" in done.output
     assert set(result["profile"]) == {*PARTS, "other", "all"}
     assert result["profile"]["products"] > 0
