@@ -36,8 +36,10 @@ def step(model: Decoder, length: int = 64) -> tuple[torch.Tensor, dict[str, torc
     ("dtype", "model"),
     [
         (torch.float32, {"shape": "mpt", "num_kv_heads": 2}),
-        (torch.float32, {"shape": "bloom", "position": "rotary"}),
         (torch.bfloat16, {"shape": "bloom"}),
+        pytest.param(
+            torch.float32, {"shape": "bloom", "position": "rotary"}, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_compiled_blocks_compute_the_same(dtype: torch.dtype, model: dict[str, Any]) -> None:
