@@ -40,6 +40,8 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
     """
     few = len(hidden) * weight.shape[0] <= LOGITS_KEPT
     keep = few and torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    # A column of a wider matrix, flattened, is still a view with gaps, which the kernel refuses.
+    targets = targets.contiguous()
     if torch.is_autocast_enabled(hidden.device.type):
         dtype = torch.get_autocast_dtype(hidden.device.type)
         with torch.autocast(hidden.device.type, enabled=False):

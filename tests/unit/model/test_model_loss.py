@@ -74,6 +74,14 @@ def test_a_frozen_weight_costs_no_gradient() -> None:
     assert torch.equal(ours, torch.autograd.grad(both, hidden, grad)[0])
 
 
+def test_targets_may_be_a_column_of_a_wider_matrix() -> None:
+    hidden, weight, targets, _ = (x.detach() for x in inputs(torch.bfloat16))
+    column = torch.stack([targets, targets], dim=1)[:, 1:].flatten()
+    assert not column.is_contiguous()
+    losses = linear_cross_entropy(hidden, weight, column)
+    assert torch.equal(losses, linear_cross_entropy(hidden, weight, targets))
+
+
 def test_a_target_outside_the_vocabulary_is_an_error() -> None:
     hidden, weight, targets, _ = inputs(torch.float32)
     targets[3] = 700
