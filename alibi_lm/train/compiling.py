@@ -7,7 +7,6 @@ from functools import cache
 from importlib.util import find_spec
 
 import torch
-from torch.utils import cpp_extension
 
 from alibi_lm.config import Config
 from alibi_lm.errors import ConfigError, Problem
@@ -27,7 +26,11 @@ def check_compiler(config: Config) -> None:
     if device().type == "cuda":
         lacking = find_spec("triton") is None and "Triton, which is not installed"
     else:
-        compiler = cpp_extension.get_cxx_compiler()
+        # Imported here: it takes seconds, which only a run that compiles need spend.
+        from torch._inductor.config import cpp
+
+        # Where CXX is not set, extensions are built with c++, but torch.compile calls g++.
+        compiler = cpp.cxx[-1]
         lacking = shutil.which(compiler) is None and f"the C++ compiler {compiler}"
     if lacking:
         rule, fix = f"needs {lacking}", "install it, or leave train.compile out"
