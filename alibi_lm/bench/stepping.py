@@ -63,8 +63,9 @@ class Trainee(Worker):
 
 def _serve(pipe: Connection, job: Job) -> None:
     quiet_libraries()
-    # What a launcher would set; the benchmark is one of the CPU path.
-    os.environ |= {"LOCAL_RANK": "0", "DS_ACCELERATOR": "cpu"}
+    # What a launcher would set; the benchmark is one of the CPU path. torch's profiler is to be
+    # quiet.
+    os.environ |= {"LOCAL_RANK": "0", "DS_ACCELERATOR": "cpu", "KINETO_LOG_LEVEL": "99"}
     torch.set_num_threads(job.num_threads)
     keep_freed_memory()
     # Imported here: DeepSpeed picks its log level from the environment.

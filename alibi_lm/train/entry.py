@@ -80,6 +80,8 @@ def quiet_libraries() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch|deepspeed")
     # A pipeline stage sends a tensor that has a gradient; nothing is meant to flow back that way.
     warnings.filterwarnings("ignore", message=".*an autograd kernel was not registered")
+    # What is cached here are tables of positions: the same whether they are kept or made again.
+    warnings.filterwarnings("ignore", message="Dynamo detected a call to a .functools.lru_cache")
 
 
 def _thread_failed(failure: threading.ExceptHookArgs) -> None:

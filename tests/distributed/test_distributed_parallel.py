@@ -90,7 +90,7 @@ MORE: dict[Layout, Variants] = {
         "bloom mqa": BLOOM | MQA | {"stages": [0, 1, 2, 3]},
         "mpt untied gqa": GQA | {"stages": [0, 1, 2, 3], "tied_embeddings": False},
         "bloom tied bf16": BF16 | {"stages": [1, 2, 3], "shape": "bloom"},
-        "mpt compiled": COMPILED | {"stages": [1, 3], "recompute": True},
+        "mpt compiled": COMPILED | {"stages": [1, 2], "recompute": True},
     },
     (2, 2, 1): {
         "bloom mqa compiled": BLOOM | MQA | COMPILED | {"stages": [1]},

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shutil
+import threading
+import warnings
 from typing import Any
 
 import pytest
 import torch
-from torch._dynamo.utils import counters
+from torch._dynamo.utils import counters, warn_once_cache
 from torch._inductor.config import cpp
 
 from alibi_lm.config import Config
@@ -17,6 +19,7 @@ from alibi_lm.model.decoder import Decoder
 from alibi_lm.model.layers import Block
 from alibi_lm.settings import build
 from alibi_lm.train.compiling import check_compiler, compile_blocks
+from alibi_lm.train.entry import quiet_libraries
 
 TOKENS = torch.randint(97, (2, 65), generator=torch.Generator().manual_seed(0))
 
@@ -86,6 +89,21 @@ def test_attention_stays_out_of_the_graphs(monkeypatch: pytest.MonkeyPatch) -> N
     step(model)
     assert seen == [(2, 4, 64, 16)] * 2
     assert all(isinstance(block, Block) for block in model.blocks)
+
+
+def test_a_run_is_not_told_of_cached_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
+    monkeypatch.setenv("DS_LOG_LEVEL", "warning")
+    model = decoder(torch.float32, num_layers=1, position="rotary")
+    compile_blocks(model)
+    torch._dynamo.reset()
+    warn_once_cache.clear()
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        quiet_libraries()
+        step(model)
+    assert not [found for found in heard if "lru_cache" in str(found.message)]
+    assert any("lru_cache" in said for said in warn_once_cache)
 
 
 def test_no_compiler_is_said_before_anything_is_made(monkeypatch: pytest.MonkeyPatch) -> None:

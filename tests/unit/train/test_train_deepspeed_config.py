@@ -152,6 +152,15 @@ def test_stage_0_in_16_bits_is_refused() -> None:
     assert not list(stage_problems(config(precision="fp32"), zero))
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_blocks_are_not_compiled_with_stage_3(stage: int) -> None:
+    zero = {"zero_optimization": {"stage": stage}}
+    found = [str(problem) for problem in stage_problems(config(compile=True), zero)]
+    assert ["train.compile = True: leaves nothing to fuse" in said for said in found] == (
+        [True] if stage == 3 else []
+    )
+
+
 @pytest.mark.parametrize(
     ("parallel", "block", "part"),
     [
