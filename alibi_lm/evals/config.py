@@ -74,7 +74,7 @@ class NeedleConfig:
     """Arithmetic of the model."""
     epsilon: float | None = None
     """Probability that a head may leave out of a row's far keys where prompt and answer are longer
-    than 2,048 tokens; 0 is dense. By default 1e-6 where the model has linear biases and no window,
+    than 8,192 tokens; 0 is dense. By default 1e-6 where the model has linear biases and no window,
     else 0."""
     seed: int = 0
     """Seed of haystacks, keys and answers."""
@@ -128,7 +128,7 @@ class RetrievalConfig:
     """Arithmetic of the model."""
     epsilon: float | None = None
     """Probability that a head may leave out of a row's far keys where prompt and answer are longer
-    than 2,048 tokens; 0 is dense. By default 1e-6 where the model has linear biases and no window,
+    than 8,192 tokens; 0 is dense. By default 1e-6 where the model has linear biases and no window,
     else 0."""
     seed: int = 0
     """Seed of prompts."""

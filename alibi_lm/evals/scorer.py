@@ -23,6 +23,9 @@ from alibi_lm.settings import build, to_dict
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PREFILL_TOKENS = 65536
 """Prompt tokens put through the model at once; longer prompts go in pieces, by the cache."""
+ANSWERS_DENSE_UP_TO = 8192
+"""Prompts that with their answers are at most so long are read densely: rings would gain no time,
+and their calls are many where the next tokens are few."""
 
 
 @dataclass(frozen=True)
@@ -180,7 +183,8 @@ class NativeScorer:
         longest = length + max(candidates.shape[2], max_new_tokens)
         prompts = self._checked(prompts, longest)
         candidates = self._checked(candidates, longest)
-        cache = decoding_cache(self._decoder, longest, self.epsilon)
+        epsilon = self.epsilon if longest > ANSWERS_DENSE_UP_TO else 0.0
+        cache = decoding_cache(self._decoder, longest, epsilon)
         first = self._read(prompts, cache)
         scores = []
         for choice in candidates.unbind(1):

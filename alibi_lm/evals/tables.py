@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from alibi_lm.evals.retrieval_table import table_lines
+from alibi_lm.evals.scorer import ANSWERS_DENSE_UP_TO
 from alibi_lm.evals.verdicts import score_words
 from alibi_lm.model.long import DENSE_UP_TO
 
@@ -18,18 +19,18 @@ def perplexity_lines(result: Mapping[str, Any]) -> list[str]:
     if fixed := result.get("fixed_target"):
         title = f"fixed targets, the last {fixed['num_targets']:,} tokens of each document"
         lines += [title, *_length_lines(fixed)]
-    lines += _epsilon_lines(result)
+    lines += _epsilon_lines(result, DENSE_UP_TO)
     if null := result.get("null"):
         lines.append(null["verdict"]["text"])
     return lines
 
 
-def _epsilon_lines(result: Mapping[str, Any]) -> list[str]:
+def _epsilon_lines(result: Mapping[str, Any], dense_up_to: int) -> list[str]:
     """What long inputs were read without, if anything."""
     epsilon = result["model"].get("epsilon")
-    if not epsilon or max(result["lengths"]) <= DENSE_UP_TO:
+    if not epsilon or max(result["lengths"]) <= dense_up_to:
         return []
-    return [f"above {DENSE_UP_TO:,} tokens each head leaves out at most {epsilon:g} of a row"]
+    return [f"above {dense_up_to:,} tokens each head leaves out at most {epsilon:g} of a row"]
 
 
 def _length_lines(result: Mapping[str, Any]) -> list[str]:
@@ -70,7 +71,7 @@ def needle_lines(result: Mapping[str, Any]) -> list[str]:
             "generation"
             for row in result.get("by_distance", [])
         ),
-        *_epsilon_lines(result),
+        *_epsilon_lines(result, ANSWERS_DENSE_UP_TO),
     ]
 
 
@@ -94,7 +95,7 @@ def retrieval_lines(result: Mapping[str, Any]) -> list[str]:
     for row in result["passkey"]["k_max"] if result["passkey"] else []:
         reach = "none" if row["k_max"] is None else f"{row['k_max']:,} tokens"
         lines.append(f"passkey, length {row['length']:,}: k_max {reach}")
-    lines += _epsilon_lines(result)
+    lines += _epsilon_lines(result, ANSWERS_DENSE_UP_TO)
     return lines + [verdict["text"] for verdict in result["verdicts"]]
 
 

@@ -117,6 +117,8 @@ class RingLayer(LayerCache):
         self.rings: list[_Ring] = []
         self.needs: list[int] = []
         """Of each key head, how many keys its ring must have."""
+        self._reached = 0
+        """How far the tokens that last came together have read at most."""
         self._ball: KeyBall | None = None
         self._seen: list[list[int]] = []
         self._until_review = REVIEW
@@ -170,7 +172,7 @@ class RingLayer(LayerCache):
         assert self._ball is not None
         first = self.length
         self._store(k, v)
-        start = max(0, first - max(NEAR, *self.needs))
+        start = max(0, first - max(NEAR, self._reached, *self.needs))
         keys, values = self.cold.read(start, self.length)
         if keys.stride() != values.stride():
             keys, values = keys.contiguous(), values.contiguous()
@@ -178,6 +180,7 @@ class RingLayer(LayerCache):
         output, reaches = attend(q, source, first, slopes, self.epsilon)
         group = q.shape[0] // k.shape[0]
         blocks = torch.cat([reach.keys for reach in reaches], dim=1)
+        self._reached = int(blocks.max())
         usual = torch.quantile(blocks.double(), 0.95, dim=1, interpolation="higher")
         for head, need in enumerate(usual.view(-1, group).amax(dim=1).tolist()):
             self.needs[head] = max(self.needs[head], int(need))

@@ -39,9 +39,9 @@ SETTINGS = {"perplexity": PERPLEXITY, "needle": NEEDLE, "retrieval": RETRIEVAL}
 LONG = [
     "perplexity.lengths=[300,2300]",
     "perplexity.null_targets=null",
-    "retrieval.tasks=[passkey,mqar]",
-    "retrieval.lengths=[2500]",
-    "retrieval.num_trials=2",
+    "retrieval.tasks=[passkey]",
+    "retrieval.lengths=[8500]",
+    "retrieval.num_trials=1",
     "retrieval.sizes.passkey_num_distances=2",
 ]
 """Inputs of which far keys are left out."""

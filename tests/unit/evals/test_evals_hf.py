@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from alibi_lm.checkpoint.step import Step
 from alibi_lm.cli import main
 from alibi_lm.errors import CheckpointError, ConfigError, DataError
+from alibi_lm.evals import scorer
 from alibi_lm.evals.config import HorizonConfig, NeedleConfig, PerplexityConfig, RetrievalConfig
 from alibi_lm.evals.horizon import run_horizon
 from alibi_lm.evals.needle import run_needle
@@ -25,6 +26,8 @@ from alibi_lm.evals.results import open_corpora
 from alibi_lm.evals.retrieval import run_retrieval
 from alibi_lm.evals.subject import Choices, NativeSubject, Subject
 from alibi_lm.hf.export import export
+from alibi_lm.model.cache import Cache
+from alibi_lm.model.ring import RingCache
 from alibi_lm.tasks.config import TaskSizes
 from tests.unit.hf.folders import write_stock
 from tests.unit.hf.small_step import LENGTH, LINES, add_tokenizer, add_validation, write_step
@@ -132,8 +135,17 @@ def test_long_inputs_of_an_imported_model_go_through_the_fast_engine(tmp_path: P
 
 
 def test_far_keys_left_out_of_long_prompts_change_no_answer(
-    exported: tuple[Step, Path], tmp_path: Path
+    exported: tuple[Step, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    made: list[Cache] = []
+    decoding_cache = scorer.decoding_cache
+
+    def remembered(*arguments: Any) -> Cache:
+        made.append(decoding_cache(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(scorer, "ANSWERS_DENSE_UP_TO", 2048)
+    monkeypatch.setattr(scorer, "decoding_cache", remembered)
     step, folder = exported
     add_validation(step, tmp_path / "long", ["".join(texts())])
     corpus = step.config.data.validation.pop()
@@ -153,7 +165,9 @@ def test_far_keys_left_out_of_long_prompts_change_no_answer(
         trials = [maker.trial(2600, index) for index in range(2)]
         prompts = torch.stack([torch.from_numpy(trial.prompt(0.5)) for trial in trials])
         choices = torch.tensor([[a.tokens for a in trial.candidates] for trial in trials])
+        made.clear()
         found, wanted = (subject.scorer("fp32", e).answers(prompts, choices, 9) for e in (1e-6, 0))
+        assert [isinstance(cache, RingCache) for cache in made] == [True, False]
         assert torch.equal(found.generated, wanted.generated)
         torch.testing.assert_close(
             found.log_likelihoods, wanted.log_likelihoods, rtol=1e-4, atol=1e-4
