@@ -9,6 +9,9 @@ import click
 
 from alibi_lm.commands.bench_parts import JSON, REPEATS
 
+NAMES = ("alibi", "alibi-dense", "alibi-compiled", "alibi_learned", "none", "sinusoidal", "rotary",
+         "t5", "mpt", "bloom", "x-transformers")  # fmt: skip
+
 
 @click.command()
 @click.option(
@@ -23,10 +26,9 @@ from alibi_lm.commands.bench_parts import JSON, REPEATS
 @click.option("--num-tokens", type=click.IntRange(16), default=4096, show_default=True,
               help="Tokens of a step.")  # fmt: skip
 @click.option("--model", "names", multiple=True, default=("alibi", "none", "mpt", "bloom"),
-              show_default=True, help="A model; the first is what the others are compared with.",
-              type=click.Choice(["alibi", "alibi-dense", "alibi-compiled", "alibi_learned", "none",
-                                 "sinusoidal", "rotary", "t5", "mpt", "bloom",
-                                 "x-transformers"]))  # fmt: skip
+              show_default=True, metavar="NAME", type=click.Choice(NAMES),
+              help="A model; the first is what the others are compared with. One of "
+              f"{', '.join(NAMES)}.")  # fmt: skip
 @REPEATS
 @click.option("--memory-starts", type=click.IntRange(1), default=1, show_default=True,
               help="Processes of each model whose peak memory is read.")  # fmt: skip
@@ -43,8 +45,8 @@ def train(
     """Training steps of this project's model and of others of its size, in turns.
 
     alibi-dense leaves no keys out (train.attention_epsilon 0), alibi-compiled goes through
-    torch.compile (train.compile). mpt and bloom are transformers' own
-    classes; x-transformers is its decoder with alibi_pos_bias, if that package is installed.
+    torch.compile (train.compile). mpt and bloom are transformers' own classes; x-transformers is
+    its decoder with alibi_pos_bias, if that package is installed.
     """
     from alibi_lm.bench.train import TrainBenchmark, benchmark_train
 
