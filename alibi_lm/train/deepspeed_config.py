@@ -238,12 +238,10 @@ def stage_problems(config: Config, block: dict[str, Any]) -> Iterator[Problem]:
             if _at(block, key):
                 rule = "fails in DeepSpeed's pipeline, whose timers start twice"
                 yield Problem(f"deepspeed.{key}", True, rule, "leave it out, or parallel.pp=1")
-    if stage == 3 and config.train.compile:
-        rule = (
-            "leaves nothing to fuse with ZeRO stage 3, which stops at every layer for its weights"
-        )
-        yield Problem("train.compile", True, rule, "leave it out, or use stage 1 or 2")
     if stage == 3:
+        if config.train.compile:
+            rule = "leaves nothing to fuse with ZeRO stage 3, which stops at every layer"
+            yield Problem("train.compile", True, rule, "leave it out, or use stage 1 or 2")
         for key, plain in (("prescale_gradients", False), ("gradient_predivide_factor", 1)):
             if block.get(key, plain) != plain:
                 rule = "does not go with ZeRO stage 3"
