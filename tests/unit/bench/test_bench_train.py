@@ -12,9 +12,10 @@ from click.testing import CliRunner
 
 from alibi_lm.bench.attention import AttentionBenchmark, _eager, _ways, benchmark_attention
 from alibi_lm.bench.machine import PARTS, Product, product_rate, products, profile_step
-from alibi_lm.bench.peers import DENSE, OURS, SIZES, STOCK, Shape, become, make
+from alibi_lm.bench.peers import DENSE, OURS, SIZES, STOCK, X_TRANSFORMERS, Shape, become, make
 from alibi_lm.bench.train import groups
 from alibi_lm.cli import main
+from alibi_lm.commands.bench_train import NAMES
 from alibi_lm.model.flops import num_parameters
 from alibi_lm.model.layers import Attention
 
@@ -74,6 +75,11 @@ def test_models_take_turns_in_processes_of_their_own(tmp_path: Path) -> None:
     assert "| mpt |" in done.output
     assert set(result["profile"]) == {*PARTS, "other", "all"}
     assert result["profile"]["products"] > 0
+
+
+def test_the_command_takes_every_model_there_is() -> None:
+    """The command names them itself, since its help must not wait for torch."""
+    assert sorted(NAMES) == sorted([*OURS, *STOCK, X_TRANSFORMERS])
 
 
 @pytest.mark.usefixtures("_small")
