@@ -14,15 +14,22 @@ import torch
 
 from alibi_lm.claims.config import CostConfig
 from alibi_lm.console import console
-from alibi_lm.memory import peak_resident_bytes, resident_bytes
+from alibi_lm.memory import (
+    keep_freed_memory,
+    peak_resident_bytes,
+    resident_bytes,
+    use_huge_pages,
+)
 from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.decoder import Decoder
+from alibi_lm.model.layers import set_attention_epsilon
 from alibi_lm.settings import build, to_dict
+from alibi_lm.train.config import TrainConfig
 
 SCHEMES = ("alibi", "sinusoidal", "rotary", "t5", "none")
 MEMORY_SCHEMES = ("alibi", "sinusoidal")
 """Whose memory the claims ask for; each measurement is a process of its own."""
-MEMORY_REPEATS = 3
+MEMORY_REPEATS = 7
 
 
 def measure_cost(settings: CostConfig) -> dict[str, Any]:
@@ -30,8 +37,9 @@ def measure_cost(settings: CostConfig) -> dict[str, Any]:
 
     Steps of all schemes and lengths take turns, so that a busy machine slows all alike. Bytes are
     what the resident memory of a process of its own rises by from the ready model to the peak of
-    three steps.
+    three steps. Attention and memory are set as training sets them.
     """
+    keep_freed_memory()
     steps = {
         (scheme, length): _step(settings, scheme, length)
         for scheme in SCHEMES
@@ -61,6 +69,7 @@ def measure_cost(settings: CostConfig) -> dict[str, Any]:
 def _step(settings: CostConfig, scheme: str, length: int) -> Callable[[], None]:
     model = build(ModelConfig, settings.model | {"position": scheme})
     decoder = Decoder(model).to(torch.bfloat16)
+    set_attention_epsilon(decoder, TrainConfig().attention_epsilon)
     optimizer = torch.optim.AdamW(decoder.parameters(), lr=1e-4, fused=True)
     size = (settings.tokens // length, length + 1)
     generator = torch.Generator().manual_seed(0)
@@ -70,6 +79,7 @@ def _step(settings: CostConfig, scheme: str, length: int) -> Callable[[], None]:
         decoder(tokens[:, :-1], tokens[:, 1:]).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
+        use_huge_pages()
 
     return step
 
@@ -92,6 +102,7 @@ def _memory(settings: CostConfig, scheme: str, length: int) -> float:
 
 def peak_of_steps(settings: CostConfig, scheme: str, length: int) -> int:
     """Bytes by which this process's peak of resident memory rises in three steps."""
+    keep_freed_memory()
     step = _step(settings, scheme, length)
     before = resident_bytes()
     for _ in range(3):
