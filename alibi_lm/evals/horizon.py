@@ -18,9 +18,9 @@ from alibi_lm.evals.config import HorizonConfig
 from alibi_lm.evals.scorer import DTYPES
 from alibi_lm.evals.subject import Subject
 from alibi_lm.evals.tables import horizon_lines
-from alibi_lm.model.banded import BLOCK
 from alibi_lm.model.horizon import prior_horizon
 from alibi_lm.model.long import DENSE_UP_TO, LongReport, long_losses, why_dense
+from alibi_lm.model.query_blocks import BLOCK
 from alibi_lm.model.scaling import head_slopes
 
 NAME = "horizon"

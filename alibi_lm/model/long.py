@@ -19,10 +19,11 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from alibi_lm.model.banded import BLOCK, CHUNK, NEAR, Reach, attend
+from alibi_lm.model.banded import CHUNK, attend
 from alibi_lm.model.decoder import Decoder
 from alibi_lm.model.horizon import KeyBall
 from alibi_lm.model.layers import Block
+from alibi_lm.model.query_blocks import BLOCK, NEAR, Reach
 
 Observer = Callable[[int, int, Tensor, Tensor], None]
 """Called for every layer and chunk: the layer, the first position, q [H, n, D], k [KV, n, D]."""
@@ -145,7 +146,7 @@ def _run(
 
 
 class _Layer:
-    """One block on its way over the input: a `banded.Source` of the keys and values so far."""
+    """One block on its way over the input: the `Source` of its keys and values so far."""
 
     def __init__(self, block: Block, inputs: Tensor, epsilon: float) -> None:
         assert block.attention.slopes is not None

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from alibi_lm.model.banded import ALIKE, CHUNK, NEAR, attend, distance_bias
+from alibi_lm.model.banded import CHUNK, attend
 from alibi_lm.model.cache import Cache, LayerCache
 from alibi_lm.model.cold import ColdStore
 from alibi_lm.model.flash import key_bias
@@ -29,6 +29,7 @@ from alibi_lm.model.horizon import (
     lower_logsumexp,
     query_rows,
 )
+from alibi_lm.model.query_blocks import ALIKE, NEAR, distance_bias
 
 SMALLEST = 256
 """Keys of the shortest ring; rings are multiples of it."""
