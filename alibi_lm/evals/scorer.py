@@ -24,7 +24,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PREFILL_TOKENS = 65536
 """Prompt tokens put through the model at once; longer prompts go in pieces, by the cache."""
 ANSWERS_DENSE_UP_TO = 8192
-"""Prompts that with their answers are at most so long are read densely: rings would gain no time,
+"""Prompts that with their answers are at most so long are read densely: rings would gain little,
 and their calls are many where the next tokens are few."""
 
 

@@ -37,8 +37,9 @@ _WIDER = {
 
 _HALF = (torch.bfloat16, torch.float16)
 
-_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+"""The kernel itself: output and log-sum-exp."""
+flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, slopes: tuple[float, ...] | None) -> Tensor:
@@ -113,9 +114,8 @@ def _chunks_forward(
     for first, end in _chunks(q.shape[2]):
         bias = key_bias(slopes, offset + end, q.dtype)
         queries = q[:, :, first:end]
-        merged: tuple[Tensor, Tensor] | None = None
         for start, stop, causal in _blocks(offset + first, offset + end):
-            part = _forward(
+            part, part_lse = flash_forward(
                 queries,
                 k[:, :, start:stop],
                 v[:, :, start:stop],
@@ -123,18 +123,28 @@ def _chunks_forward(
                 causal,
                 attn_mask=None if bias is None else bias[..., start:stop],
             )
-            merged = part if merged is None else _merge(merged, part)
-        assert merged is not None
-        results.append(merged)
+            if start == 0:
+                output, lse = part, part_lse
+            else:
+                output = output.to(lse.dtype)
+                merge_part(output, lse, part, part_lse)
+        results.append((output.to(q.dtype), lse))
     return results
 
 
-def _merge(past: tuple[Tensor, Tensor], near: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    (past_output, past_lse), (near_output, near_lse) = past, near
-    # The share of the near keys from the difference: an error of the sum would not cancel.
-    share = torch.sigmoid(near_lse - past_lse).unsqueeze(-1)
-    output = torch.lerp(past_output.to(share.dtype), near_output.to(share.dtype), share)
-    return output.to(near_output.dtype), torch.logaddexp(past_lse, near_lse)
+def merge_part(output: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Add what further keys give to rows of an output and its log-sum-exp, in place.
+
+    Args:
+        output: [..., n, D], in the dtype of lse.
+        lse: [..., n].
+        part: [..., n, D] over the further keys, in any dtype.
+        part_lse: [..., n].
+    """
+    # The share from the difference: an error of the sum would not cancel.
+    share = torch.sigmoid(part_lse - lse).unsqueeze(-1)
+    output.lerp_(part.to(output.dtype), share)
+    torch.logaddexp(lse, part_lse, out=lse)
 
 
 def _join(q: Tensor, outputs: list[Tensor]) -> Tensor:
@@ -202,7 +212,7 @@ def _chunks_backward(
         bias = key_bias(slopes, offset + end, q.dtype)
         dq: Tensor | None = None
         for start, stop, causal in _blocks(offset + first, offset + end):
-            part_q, part_k, part_v = _backward(
+            part_q, part_k, part_v = flash_backward(
                 grad[:, :, first:end],
                 q[:, :, first:end],
                 k[:, :, start:stop],

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from alibi_lm.model.flash import key_bias
+from alibi_lm.model.flash import flash_backward, flash_forward, key_bias, merge_part
 from alibi_lm.model.reach import block_starts
 
 BLOCK = 1024
@@ -55,9 +55,6 @@ GRID = 64
 """Reading starts at multiples of this many keys."""
 MOST_BLOCKS = 16
 """Blocks of one call at most: their keys are copied side by side."""
-
-_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
 @dataclass(frozen=True)
@@ -193,7 +190,7 @@ class _HorizonFlash(torch.autograd.Function):
         lse = q.new_empty(q.shape[:3], dtype=torch.float32)
         for piece in plan:
             keys, values = (_key_windows(x, piece, q.shape[1]) for x in (k, v))
-            part, part_lse = _forward(
+            part, part_lse = flash_forward(
                 _blocks(q, piece), keys, values, 0.0, piece.causal, attn_mask=_bias(slopes, piece)
             )
             _merge(output, lse, _unblocked(part, piece), _unblocked(part_lse, piece), piece)
@@ -215,7 +212,7 @@ class _HorizonFlash(torch.autograd.Function):
         for piece in ctx.plan:
             keys, values = (_key_windows(x, piece, q.shape[1]) for x in (k, v))
             queries, upstream, mixed = (_blocks(x, piece) for x in (q, grad, output))
-            part_q, part_k, part_v = _backward(
+            part_q, part_k, part_v = flash_backward(
                 upstream,
                 queries,
                 keys,
@@ -279,11 +276,10 @@ def _merge(output: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, piece: P
         output[:, :, piece.rows], lse[:, :, piece.rows] = part, part_lse
         return
     heads = list(piece.heads)
-    total = lse[:, heads, piece.rows]
-    # The share from the difference: an error of the sum would not cancel.
-    share = torch.sigmoid(part_lse - total).unsqueeze(-1)
-    output[:, heads, piece.rows] = output[:, heads, piece.rows].lerp(part.float(), share)
-    lse[:, heads, piece.rows] = torch.logaddexp(total, part_lse)
+    # Copies, since the heads are a list.
+    own, total = output[:, heads, piece.rows], lse[:, heads, piece.rows]
+    merge_part(own, total, part, part_lse)
+    output[:, heads, piece.rows], lse[:, heads, piece.rows] = own, total
 
 
 def _add(total: Tensor, part: Tensor, heads: tuple[int, ...]) -> None:

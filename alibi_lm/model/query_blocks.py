@@ -19,7 +19,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from alibi_lm.model.flash import key_bias
+from alibi_lm.model.flash import flash_forward, key_bias, merge_part
 from alibi_lm.model.horizon import KeyBall, Rows, lower_logsumexp, query_rows, starts
 
 BLOCK = 128
@@ -30,8 +30,6 @@ CALL_COST = 1024
 """What a call costs, as keys of one block; decides how finely runs of blocks are cut."""
 PIECE = 4096
 """Keys read at a time that are not at hand."""
-
-_kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
 class Source(Protocol):
@@ -67,7 +65,7 @@ class QueryBlocks:
     def __init__(
         self, q: Tensor, source: Source, first: int, slopes: tuple[float, ...], size: int
     ) -> None:
-        self.source, self.first, self.slopes, self.size = source, first, slopes, size
+        self.source, self.slopes, self.size = source, slopes, size
         self.num_heads, length, self.width = q.shape
         self.group = self.num_heads // source.keys.shape[0]
         self.count = length // size
@@ -117,7 +115,7 @@ class QueryBlocks:
                 for x in (self.source.keys, self.source.values)
             )
             queries = self.q[:, start:stop].transpose(0, 1).float()
-            part = _kernel(queries, keys, values, 0.0, False, attn_mask=mask[..., -length:])
+            part = flash_forward(queries, keys, values, 0.0, False, attn_mask=mask[..., -length:])
             self.output[:, start:stop] = part[0].transpose(0, 1)
             self.lse[:, start:stop] = part[1].transpose(0, 1)
         return NEAR + self.size
@@ -191,7 +189,9 @@ class QueryBlocks:
         bias = key_bias(self.slopes, self.begins[start] + self.size - first, torch.float32)
         assert bias is not None
         queries = self.q[heads, start:stop].transpose(0, 1).to(self.far_dtype)
-        part = _kernel(queries, keys, values, 0.0, False, attn_mask=bias[:, heads, :, :length])
+        part = flash_forward(
+            queries, keys, values, 0.0, False, attn_mask=bias[:, heads, :, :length]
+        )
         self._merge(heads, slice(start, stop), part[0].transpose(0, 1), part[1].transpose(0, 1))
 
     def _read_older(self, begin: Tensor) -> None:
@@ -207,7 +207,7 @@ class QueryBlocks:
                 last = self.begins[block] + self.size - 1
                 bias = distance_bias(self.slopes[head], last - first, last - stop + 1)
                 kv = head // self.group
-                part = _kernel(
+                part = flash_forward(
                     self.q[None, head : head + 1, block].to(self.far_dtype),
                     keys[None, kv : kv + 1].to(self.far_dtype),
                     values[None, kv : kv + 1].to(self.far_dtype),
@@ -225,10 +225,7 @@ class QueryBlocks:
         to_last = torch.arange(self.size - 1, -1, -1)
         slopes = torch.tensor(self.slopes[heads], dtype=torch.float64)
         lse = lse + (slopes.view(-1, 1, 1) * to_last).float()
-        own, total = self.output[heads, blocks], self.lse[heads, blocks]
-        # The share from the difference: an error of the sum would not cancel.
-        own.lerp_(output.float(), torch.sigmoid(lse - total).unsqueeze(-1))
-        torch.logaddexp(total, lse, out=total)
+        merge_part(self.output[heads, blocks], self.lse[heads, blocks], output, lse)
 
 
 def distance_bias(slope: float, farthest: int, nearest: int) -> Tensor:

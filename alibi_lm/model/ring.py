@@ -21,7 +21,7 @@ from torch import Tensor
 from alibi_lm.model.banded import CHUNK, attend
 from alibi_lm.model.cache import Cache, LayerCache
 from alibi_lm.model.cold import ColdStore
-from alibi_lm.model.flash import key_bias
+from alibi_lm.model.flash import flash_forward, key_bias, merge_part
 from alibi_lm.model.horizon import (
     KeyBall,
     Rows,
@@ -41,8 +41,6 @@ TOO_MANY = 8
 """Queries of a head in that time that may read the cold store before its ring is made longer."""
 COLD_PIECE = 1024
 """Keys read from the cold store at a time."""
-
-_kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
 @dataclass
@@ -243,7 +241,7 @@ class RingLayer(LayerCache):
             first, stored = ring.view()
             heads = slice(ring.heads.start * group, ring.heads.stop * group)
             bias = table[:, heads, :, longest - stored.shape[2] :]
-            part = _kernel(q[None, heads], stored[:1], stored[1:], 0.0, False, attn_mask=bias)
+            part = flash_forward(q[None, heads], stored[:1], stored[1:], 0.0, False, attn_mask=bias)
             outputs.append(part[0][0].float())
             logsumexps.append(part[1][0].float())
             begins += [first] * (heads.stop - heads.start)
@@ -293,7 +291,7 @@ class RingLayer(LayerCache):
         stored = ring.view()[1][:, None, kv - ring.heads.start, None].float()
         bias = distance_bias(slopes[head], stored.shape[3] - 1, 0)
         query = q[None, head : head + 1].float()
-        part = _kernel(query, stored[0], stored[1], 0.0, False, attn_mask=bias)
+        part = flash_forward(query, stored[0], stored[1], 0.0, False, attn_mask=bias)
         output[head], lse[head] = part[0][0, 0], part[1][0, 0]
 
     def _read_piece(
@@ -310,7 +308,7 @@ class RingLayer(LayerCache):
         kv = head // (q.shape[0] // len(self.needs))
         keys, values = self.cold.read(first, stop)
         bias = distance_bias(slopes[head], self.length - 1 - first, self.length - stop)
-        part, part_lse = _kernel(
+        part, part_lse = flash_forward(
             q[None, head : head + 1].float(),
             keys[None, kv : kv + 1].float(),
             values[None, kv : kv + 1].float(),
@@ -318,9 +316,8 @@ class RingLayer(LayerCache):
             False,
             attn_mask=bias,
         )
-        share = torch.sigmoid(part_lse[0] - lse[head : head + 1]).unsqueeze(-1)
-        output[head : head + 1] = torch.lerp(output[head : head + 1], part[0].float(), share)
-        lse[head : head + 1] = torch.logaddexp(lse[head : head + 1], part_lse[0])
+        own = slice(head, head + 1)
+        merge_part(output[own], lse[own], part[0], part_lse[0])
         begins[head] = first
 
     def _review(self) -> None:

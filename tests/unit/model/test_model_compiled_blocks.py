@@ -14,9 +14,9 @@ from alibi_lm.model.compiled_blocks import CompiledBlocks, why_not_compiled
 from alibi_lm.model.horizon import KeyBall
 from alibi_lm.model.query_blocks import QueryBlocks
 from alibi_lm.model.slopes import alibi_slopes
-from alibi_lm.native import build
+from tests.unit.needs_amx import needs_amx
 
-pytestmark = pytest.mark.skipif(not build._has_instructions(), reason="this CPU has no AMX")
+pytestmark = needs_amx
 HEADS, LENGTH, WIDTH = 8, 3000, 16
 
 

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from alibi_lm.model.attention import KERNELS, attention
 from alibi_lm.model.slopes import alibi_slopes
-from alibi_lm.native import build
 from alibi_lm.native.attention import FEWEST_QUERIES
+from tests.unit.needs_amx import needs_amx
 
-pytestmark = pytest.mark.skipif(not build._has_instructions(), reason="this CPU has no AMX")
+pytestmark = needs_amx
 
 # batch, heads, key/value heads, queries, keys, head width, window
 CASES = [

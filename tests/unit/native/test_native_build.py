@@ -12,8 +12,9 @@ from torch.utils import cpp_extension
 
 from alibi_lm.model.attention import attention
 from alibi_lm.native import build
+from tests.unit.needs_amx import needs_amx
 
-pytestmark = pytest.mark.skipif(not build._has_instructions(), reason="this CPU has no AMX")
+pytestmark = needs_amx
 
 
 @pytest.fixture

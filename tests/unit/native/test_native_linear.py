@@ -7,10 +7,10 @@ import torch
 from torch.nn import functional as F
 
 from alibi_lm.model.loss import IGNORED, linear_cross_entropy
-from alibi_lm.native import build
 from alibi_lm.native.linear import add_weight_gradient, linear, weight_gradient
+from tests.unit.needs_amx import needs_amx
 
-pytestmark = pytest.mark.skipif(not build._has_instructions(), reason="this CPU has no AMX")
+pytestmark = needs_amx
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])

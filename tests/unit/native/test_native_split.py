@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from alibi_lm.native import build
 from alibi_lm.native.attention import native_attention
 from alibi_lm.native.split import joined, split
+from tests.unit.needs_amx import needs_amx
 
 
 def test_parts_of_one_tensor_are_joined_without_a_copy() -> None:
@@ -42,7 +42,7 @@ def test_gradients_equal_those_of_torchs_split() -> None:
     assert torch.equal(*gradients)
 
 
-@pytest.mark.skipif(not build._has_instructions(), reason="this CPU has no AMX")
+@needs_amx
 def test_gradients_of_the_compiled_attention_are_joined() -> None:
     assert build.unavailable() is None
     parts = torch.randn(2, 300, 64).bfloat16().split([32, 16, 16], dim=-1)
