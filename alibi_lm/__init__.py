@@ -6,10 +6,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from alibi_lm.data.as_dataset import load_corpus
+    from alibi_lm.data.hf_dataset import load_corpus
+    from alibi_lm.loaded_run import Run, load_run
     from alibi_lm.model.config import ModelConfig
     from alibi_lm.model.decoder import Decoder
-    from alibi_lm.text import Run, load_run
 
 __version__ = "0.1.0"
 __all__ = ["Decoder", "ModelConfig", "Run", "load_corpus", "load_run"]
@@ -17,9 +17,9 @@ __all__ = ["Decoder", "ModelConfig", "Run", "load_corpus", "load_run"]
 _HOMES = {
     "Decoder": "alibi_lm.model.decoder",
     "ModelConfig": "alibi_lm.model.config",
-    "Run": "alibi_lm.text",
-    "load_corpus": "alibi_lm.data.as_dataset",
-    "load_run": "alibi_lm.text",
+    "Run": "alibi_lm.loaded_run",
+    "load_corpus": "alibi_lm.data.hf_dataset",
+    "load_run": "alibi_lm.loaded_run",
 }
 
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from alibi_lm.config_loading import apply_overrides, build, load_yaml
 from alibi_lm.data.config import DataConfig
-from alibi_lm.errors import Problem
 from alibi_lm.model.config import ModelConfig
 from alibi_lm.parallel.config import ParallelConfig
-from alibi_lm.settings import apply_overrides, build, load_yaml
 from alibi_lm.train.config import RunConfig, TrainConfig
+from alibi_lm.utils.errors import Problem
 
 
 @dataclass

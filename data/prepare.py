@@ -2,7 +2,7 @@
 
 import sys
 
-from alibi_lm.cli import main
+from alibi_lm.cli.main import main
 
 if __name__ == "__main__":
     main(["prepare", *sys.argv[1:]])

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from alibi_lm.bench.peers import SIZES
-from alibi_lm.bench.turns import in_turns, markdown, paired_ratio, publish, timed
-from alibi_lm.errors import ConfigError, Problem
-from alibi_lm.model.attention import KERNELS, Request, attention
-from alibi_lm.model.horizon import DEFAULT_EPSILON
+from alibi_lm.bench.baselines import SIZES
+from alibi_lm.bench.interleaved_timing import in_turns, markdown, paired_ratio, publish, timed
+from alibi_lm.model.attention.dispatch import KERNELS, Request, attention
+from alibi_lm.model.pruning.bounds import DEFAULT_EPSILON
 from alibi_lm.model.slopes import alibi_slopes
+from alibi_lm.utils.errors import ConfigError, Problem
 
 Way = Callable[[Tensor, Tensor, Tensor], Tensor]
 

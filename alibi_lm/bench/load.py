@@ -14,16 +14,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from alibi_lm.bench.turns import in_turns, markdown, paired_ratio, publish
+from alibi_lm.bench.interleaved_timing import in_turns, markdown, paired_ratio, publish
 from alibi_lm.config import Config
+from alibi_lm.config_loading import build
 from alibi_lm.data.indexed import TokenFileWriter, bin_path, idx_path
-from alibi_lm.errors import DataError, Problem
-from alibi_lm.memory import private_bytes
 from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.decoder import Decoder
 from alibi_lm.model.flops import num_parameters
-from alibi_lm.settings import build
-from alibi_lm.train.inputs import Inputs, open_inputs
+from alibi_lm.train.data import Inputs, open_inputs
+from alibi_lm.utils.errors import DataError, Problem
+from alibi_lm.utils.memory import private_bytes
 
 MODEL = {"num_layers": 6, "hidden_size": 320, "num_heads": 5, "vocab_size": 8192}
 """10M parameters."""

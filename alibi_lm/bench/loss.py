@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from alibi_lm.bench.turns import in_turns, markdown, paired_ratio, publish, timed
-from alibi_lm.memory import peak_resident_bytes, resident_bytes
-from alibi_lm.model.loss import linear_cross_entropy
+from alibi_lm.bench.interleaved_timing import in_turns, markdown, paired_ratio, publish, timed
+from alibi_lm.model.cross_entropy import linear_cross_entropy
+from alibi_lm.utils.memory import peak_resident_bytes, resident_bytes
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

@@ -15,13 +15,13 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from alibi_lm.bench.turns import in_turns, markdown, paired_ratio, publish
-from alibi_lm.errors import ConfigError, Problem
-from alibi_lm.train.deepspeed_config import deepspeed_config
+from alibi_lm.bench.interleaved_timing import in_turns, markdown, paired_ratio, publish
+from alibi_lm.train.data import open_inputs
+from alibi_lm.train.engine.deepspeed_config import deepspeed_config
 from alibi_lm.train.environment import free_port
-from alibi_lm.train.hardware import threads_per_rank
-from alibi_lm.train.inputs import open_inputs
-from alibi_lm.train.pretrain import read_config
+from alibi_lm.train.monitoring.hardware import threads_per_rank
+from alibi_lm.train.run import read_config
+from alibi_lm.utils.errors import ConfigError, Problem
 
 OURS, BARE = "ours", "bare"
 _ONE_STEP = (

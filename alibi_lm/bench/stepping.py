@@ -15,19 +15,19 @@ from multiprocessing.connection import Connection
 import torch
 import torch.distributed as dist
 
-from alibi_lm.bench.machine import profile_step
-from alibi_lm.bench.peers import SIZES, Shape, become, import_packages, make
-from alibi_lm.bench.turns import timed
+from alibi_lm.bench.baselines import SIZES, Shape, become, import_packages, make
+from alibi_lm.bench.interleaved_timing import timed
+from alibi_lm.bench.roofline import profile_step
 from alibi_lm.bench.worker import Worker, answer
 from alibi_lm.config import Config
-from alibi_lm.memory import (
+from alibi_lm.config_loading import build
+from alibi_lm.train.entry import quiet_libraries
+from alibi_lm.utils.memory import (
     keep_freed_memory,
     peak_resident_bytes,
     resident_bytes,
     use_huge_pages,
 )
-from alibi_lm.settings import build
-from alibi_lm.train.entry import quiet_libraries
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def _serve(pipe: Connection, job: Job) -> None:
         dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=0, world_size=1)
         deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
         # What the step needs: memory is counted from here on.
-        importlib.import_module("alibi_lm.train.engine")
+        importlib.import_module("alibi_lm.train.engine.base")
         for name in job.names:
             import_packages(name)
         before = resident_bytes()
@@ -95,8 +95,8 @@ def _steps(job: Job) -> dict[str, Callable[[], None]]:
     """A training step of each of the job's models under DeepSpeed, as a run does it."""
     import deepspeed
 
-    from alibi_lm.train.deepspeed_config import deepspeed_block, deepspeed_config
-    from alibi_lm.train.engine import parameter_groups
+    from alibi_lm.train.engine.base import parameter_groups
+    from alibi_lm.train.engine.deepspeed_config import deepspeed_block, deepspeed_config
 
     sequences = job.num_tokens // job.shape.sequence_length
     config = build(Config, {

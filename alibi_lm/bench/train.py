@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from alibi_lm.bench.machine import Machine, Rate
-from alibi_lm.bench.peers import SAME_PARAMETERS, SIZES, Shape, available
+from alibi_lm.bench.baselines import SAME_PARAMETERS, SIZES, Shape, available
+from alibi_lm.bench.interleaved_timing import Ratio, in_turns, markdown, paired_ratio, publish
+from alibi_lm.bench.roofline import Machine, Rate
 from alibi_lm.bench.stepping import Job, Trainee
-from alibi_lm.bench.turns import Ratio, in_turns, markdown, paired_ratio, publish
-from alibi_lm.errors import ConfigError, Problem
 from alibi_lm.model.flops import flops_per_token
+from alibi_lm.utils.errors import ConfigError, Problem
 
 WARM_UPS = 2
 """Steps before the first that counts: they compile, allocate and fill the optimizer's state."""

@@ -25,11 +25,11 @@ from alibi_lm.checkpoint.folder import (
     write_meta,
 )
 from alibi_lm.checkpoint.fragments import KINDS, PARAM, FragmentReader, fragment_key
-from alibi_lm.checkpoint.tensor_file import write_stream
-from alibi_lm.errors import CheckpointError, Problem
-from alibi_lm.files import sync
-from alibi_lm.locking import alone
+from alibi_lm.checkpoint.safetensors_io import write_stream
 from alibi_lm.parallel.shard import Run
+from alibi_lm.utils.errors import CheckpointError, Problem
+from alibi_lm.utils.files import sync
+from alibi_lm.utils.locking import alone
 
 _AT_ONCE = 1 << 18
 """Elements that are in memory at a time."""

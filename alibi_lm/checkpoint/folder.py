@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from alibi_lm.console import console
-from alibi_lm.errors import CheckpointError, Problem
-from alibi_lm.files import json_text, sha256, sha256_of_text, write_text
+from alibi_lm.utils.errors import CheckpointError, Problem
+from alibi_lm.utils.files import json_text, sha256, sha256_of_text, write_text
+from alibi_lm.utils.logging import console
 
 CHECKPOINTS = "checkpoints"
 LATEST = "latest"

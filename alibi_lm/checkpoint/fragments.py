@@ -24,9 +24,9 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
-from alibi_lm.errors import CheckpointError, Problem
-from alibi_lm.parallel.run_reader import RunReader
 from alibi_lm.parallel.shard import Run
+from alibi_lm.parallel.strided_reader import RunReader
+from alibi_lm.utils.errors import CheckpointError, Problem
 
 PARAM = "param"
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from alibi_lm.errors import Problem
+from alibi_lm.utils.errors import Problem
 
 
 @dataclass

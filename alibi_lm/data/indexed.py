@@ -30,8 +30,8 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from alibi_lm.errors import DataError, Problem
-from alibi_lm.files import sync
+from alibi_lm.utils.errors import DataError, Problem
+from alibi_lm.utils.files import sync
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import alibi_lm
+from alibi_lm.config_loading import flatten, to_dict
 from alibi_lm.data.config import RecipeConfig
 from alibi_lm.data.tokenizer import Tokenizer
-from alibi_lm.errors import DataError, Problem
-from alibi_lm.settings import flatten, to_dict
+from alibi_lm.utils.errors import DataError, Problem
 
 MANIFEST = "manifest.json"
 FORMAT = 1

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from alibi_lm.data.indexed import TokenFile
 from alibi_lm.data.permutation import Permutation, count_below, hash64
-from alibi_lm.data.stream import TokenStream
-from alibi_lm.errors import ConfigError, DataError, Problem
+from alibi_lm.data.token_stream import TokenStream
+from alibi_lm.utils.errors import ConfigError, DataError, Problem
 
 _MODULUS = 2**64
 _STEP = 0x9E3779B97F4A7C15

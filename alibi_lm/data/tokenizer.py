@@ -22,8 +22,8 @@ from typing import Any, Literal, Protocol, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from alibi_lm.errors import DataError, Problem
-from alibi_lm.files import replacing
+from alibi_lm.utils.errors import DataError, Problem
+from alibi_lm.utils.files import replacing
 
 T = TypeVar("T")
 

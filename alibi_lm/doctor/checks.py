@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from alibi_lm.doctor.hosts import THIS, Answer
 from alibi_lm.doctor.report import Meeting, Report
-from alibi_lm.errors import Problem
+from alibi_lm.utils.errors import Problem
 
 CLOCK_SECONDS = 5.0
 """How far apart clocks may be: logs of several hosts can still be read together."""

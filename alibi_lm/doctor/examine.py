@@ -10,7 +10,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from alibi_lm.console import console
 from alibi_lm.doctor.checks import Examined, host_problems, meeting_problems, table
 from alibi_lm.doctor.hosts import (
     THIS,
@@ -21,7 +20,8 @@ from alibi_lm.doctor.hosts import (
 )
 from alibi_lm.doctor.probe import MARKER
 from alibi_lm.doctor.report import Meeting, Report, Request, dump, last_json
-from alibi_lm.errors import ConfigError, Problem
+from alibi_lm.utils.errors import ConfigError, Problem
+from alibi_lm.utils.logging import console
 
 PROBE_SECONDS = 300.0
 MEETING_SECONDS = 180.0

@@ -17,7 +17,7 @@ from deepspeed.launcher.runner import (
     fetch_hostfile,
 )
 
-from alibi_lm.errors import ConfigError, Problem
+from alibi_lm.utils.errors import ConfigError, Problem
 
 THIS = "this machine"
 _SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from alibi_lm import __version__
 from alibi_lm.doctor.report import Report, Request, dump
-from alibi_lm.errors import UserError
+from alibi_lm.utils.errors import UserError
 
 PACKAGES = ("torch", "deepspeed", "numpy", "safetensors")
 BYTES_PER_PARAMETER = 12
@@ -56,10 +56,10 @@ def _source_digest() -> str:
 def _read_run(request: Request, report: Report) -> None:
     """Config, data, run folder and disk, as training would find them."""
     # Imported here: a host without a config to read need not load DeepSpeed.
+    from alibi_lm.config_loading import digest
     from alibi_lm.model.flops import num_parameters
-    from alibi_lm.settings import digest
-    from alibi_lm.train.inputs import open_inputs
-    from alibi_lm.train.pretrain import read_config
+    from alibi_lm.train.data import open_inputs
+    from alibi_lm.train.run import read_config
 
     assert request.config is not None
     try:

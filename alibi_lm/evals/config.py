@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from alibi_lm.errors import Problem
 from alibi_lm.tasks.config import TASKS, TaskSizes
+from alibi_lm.utils.errors import Problem
 
 MAX_DISTRACTORS = 100
 RULER_THRESHOLD = 85.6

@@ -8,12 +8,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
-from alibi_lm import settings
-from alibi_lm.console import console
+from alibi_lm import config_loading
 from alibi_lm.data.indexed import TokenFile
 from alibi_lm.data.manifest import check_tokenizer
-from alibi_lm.errors import ConfigError, DataError, Problem
-from alibi_lm.evals import plots
 from alibi_lm.evals.config import (
     GeneralisationConfig,
     HorizonConfig,
@@ -21,8 +18,11 @@ from alibi_lm.evals.config import (
     PerplexityConfig,
     RetrievalConfig,
 )
-from alibi_lm.evals.subject import Subject
-from alibi_lm.files import stored_object, write_json
+from alibi_lm.evals.models.base import Subject
+from alibi_lm.evals.report import plots
+from alibi_lm.utils.errors import ConfigError, DataError, Problem
+from alibi_lm.utils.files import stored_object, write_json
+from alibi_lm.utils.logging import console
 
 DEFAULT_MULTIPLES = (0.5, 1, 2, 4, 8, 16)
 
@@ -112,7 +112,7 @@ def inputs_of(subject: Subject, config: Settings, files: Sequence[TokenFile]) ->
     """Everything a result depends on; equal inputs give an equal result."""
     qa_files = config.qa_files if isinstance(config, RetrievalConfig) else []
     return {
-        "settings": settings.to_dict(config),
+        "settings": config_loading.to_dict(config),
         "corpora": [file.digest for file in files],
         **({"qa_files": [_digest(Path(path)) for path in qa_files]} if qa_files else {}),
         "step": subject.digest,
@@ -164,7 +164,7 @@ def _write(subject: Subject, name: str, result: dict[str, Any], pictures: Iterab
     path = result_path(subject, name)
     before = _stored(path, name)
     if before is not None and before["inputs"] != result.get("inputs"):
-        mark = settings.digest(before["inputs"])[:8]
+        mark = config_loading.digest(before["inputs"])[:8]
         for key in pictures:
             picture = path.with_name(f"{key}.png")
             if picture.exists():

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from alibi_lm.config_loading import apply_overrides, build, load_yaml
 from alibi_lm.evals.config import SuiteConfig
-from alibi_lm.settings import apply_overrides, build, load_yaml
 
 
 def read_suite(path: str | Path | None, overrides: Sequence[str] = ()) -> SuiteConfig:

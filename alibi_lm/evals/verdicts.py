@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from alibi_lm.evals.intervals import CONFIDENCE, wilson
+from alibi_lm.evals.statistics import CONFIDENCE, wilson
 
 HOLDS_WITHIN = 0.05
 """A ratio whose interval reaches 1 counts as holding if the interval stays this near to 1."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from alibi_lm.errors import Problem
+from alibi_lm.utils.errors import Problem
 
 Shape = Literal["mpt", "bloom"]
 Position = Literal["alibi", "alibi_learned", "sinusoidal", "learned", "rotary", "t5", "none"]

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from alibi_lm.errors import ConfigError
-from alibi_lm.model.cache import Cache
 from alibi_lm.model.config import ModelConfig
-from alibi_lm.model.initial import initialise
+from alibi_lm.model.inference.kv_cache import Cache
+from alibi_lm.model.init import initialise
 from alibi_lm.model.layers import Block, Embedding, Head, layers, vocab_size
-from alibi_lm.model.split_loss import output_losses
+from alibi_lm.model.vocab_parallel_cross_entropy import output_losses
 from alibi_lm.parallel.mesh import ALONE, Axis
-from alibi_lm.parallel.run_reader import RunReader
 from alibi_lm.parallel.shard import Run, Shard, shard_of
+from alibi_lm.parallel.strided_reader import RunReader
+from alibi_lm.utils.errors import ConfigError
 
 
 class Decoder(nn.Module):

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from alibi_lm.errors import ConfigError, Problem
-from alibi_lm.model.attention import attention
-from alibi_lm.model.cache import LayerCache
+from alibi_lm.kernels.amx.split import split
+from alibi_lm.model.attention.dispatch import attention
 from alibi_lm.model.config import ModelConfig
+from alibi_lm.model.inference.kv_cache import LayerCache
+from alibi_lm.model.inference.pruned_kv_cache import RingLayer
+from alibi_lm.model.position_scaling import head_slopes, rotation
 from alibi_lm.model.positions import (
     NUM_BUCKETS,
     check_learned,
@@ -23,12 +25,9 @@ from alibi_lm.model.positions import (
     rotate,
     sinusoidal,
 )
-from alibi_lm.model.ring import RingLayer
-from alibi_lm.model.scaling import head_slopes, rotation
 from alibi_lm.model.slopes import learned_slopes, slice_slopes
-from alibi_lm.native.split import split
 from alibi_lm.parallel.mesh import ALONE, Axis
-from alibi_lm.parallel.tensor import (
+from alibi_lm.parallel.tensor_parallel import (
     ColumnLinear,
     Part,
     RowLinear,
@@ -38,6 +37,7 @@ from alibi_lm.parallel.tensor import (
     vocabulary_logits,
     vocabulary_weight,
 )
+from alibi_lm.utils.errors import ConfigError, Problem
 
 LAYER_NORM_EPSILON = 1e-5
 

@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from alibi_lm.errors import ConfigError, Problem
+from alibi_lm.utils.errors import ConfigError, Problem
 
 BASE = 10000.0
 """Base of the wavelengths of sinusoidal and rotary positions."""

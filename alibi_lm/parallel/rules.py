@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from alibi_lm.config import Config
-from alibi_lm.errors import Problem
+from alibi_lm.utils.errors import Problem
 
 
 def layout_problems(config: Config, num_ranks: int) -> Iterator[Problem]:

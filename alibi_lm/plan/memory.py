@@ -11,14 +11,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from alibi_lm.model.layers import vocab_size
-from alibi_lm.model.loss import (
+from alibi_lm.model.cross_entropy import (
     LOGITS_AT_ONCE,
     LOGITS_KEPT,
     ROWS_AT_ONCE,
     SOFTMAX_AT_ONCE,
 )
-from alibi_lm.model.split_loss import SPLIT_LOGITS_AT_ONCE
+from alibi_lm.model.layers import vocab_size
+from alibi_lm.model.vocab_parallel_cross_entropy import SPLIT_LOGITS_AT_ONCE
 from alibi_lm.plan.gathers import Gathers, gathers
 from alibi_lm.plan.parameters import HeldParameter
 from alibi_lm.plan.setting import Setting

@@ -12,14 +12,14 @@ from alibi_lm.data.manifest import manifest_for
 from alibi_lm.data.sampling import batch_indices
 from alibi_lm.data.tokenizer import load_tokenizer
 from alibi_lm.model.flops import flops_per_token, num_parameters
-from alibi_lm.model.scaling import head_slopes
+from alibi_lm.model.position_scaling import head_slopes
 from alibi_lm.model.slopes import slice_slopes
 from alibi_lm.parallel.layout import Layout, Place
 from alibi_lm.plan.communication import Sent, sent
 from alibi_lm.plan.memory import Activations, States, activations, states
 from alibi_lm.plan.parameters import HeldParameter, held_parameters
 from alibi_lm.plan.setting import Setting, zero_settings
-from alibi_lm.train.pretrain import read_config
+from alibi_lm.train.run import read_config
 
 ASSUMED_VOCABULARY = 50_304
 """Token ids where the config does not say and the data is not here."""

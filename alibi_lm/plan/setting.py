@@ -8,7 +8,7 @@ from typing import Any
 
 from alibi_lm.config import Config
 from alibi_lm.parallel.layout import Layout, stage_layers
-from alibi_lm.train.deepspeed_config import accumulation_steps, zero_stage
+from alibi_lm.train.engine.deepspeed_config import accumulation_steps, zero_stage
 
 WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of a value by precision."""

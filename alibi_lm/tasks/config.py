@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
-from alibi_lm.errors import Problem
+from alibi_lm.utils.errors import Problem
 
 QA = ("qa_1", "qa_2")
 RULER = (

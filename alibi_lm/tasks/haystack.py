@@ -9,7 +9,7 @@ import numpy as np
 
 from alibi_lm.data.indexed import TokenFile
 from alibi_lm.data.tokenizer import Tokenizer
-from alibi_lm.errors import Problem
+from alibi_lm.utils.errors import Problem
 
 LARGEST_WALK = 256
 """Tokens walked back to a line's end before a fact is put exactly where asked."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from alibi_lm.tasks.answers import Answer, answer_pool
+from alibi_lm.tasks.answer_pools import Answer, answer_pool
 from alibi_lm.tasks.config import TaskSizes
 from alibi_lm.tasks.prompt import Encoder, Metric, Prompt, generator_of, joined
 

@@ -20,7 +20,7 @@ from string import ascii_lowercase
 
 import numpy as np
 
-from alibi_lm.errors import DataError, Problem
+from alibi_lm.utils.errors import DataError, Problem
 
 TASKS = ("copy", "addition", "sort")
 END = "\n"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from alibi_lm.errors import Problem
+from alibi_lm.utils.errors import Problem
 
 Precision = Literal["fp32", "bf16", "fp16"]
 Schedule = Literal["cosine", "linear", "inverse_sqrt", "constant", "wsd"]

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from alibi_lm.errors import CheckpointError, ConfigError, Problem, UserError, path_error
+from alibi_lm.utils.errors import CheckpointError, ConfigError, Problem, UserError, path_error
 
 T = TypeVar("T")
 

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import NoReturn
 
-from alibi_lm.console import console
-from alibi_lm.errors import EXIT_INTERRUPTED, EXIT_STOPPED, UserError, path_error
-from alibi_lm.memory import keep_freed_memory
 from alibi_lm.train.environment import launcher_environment
+from alibi_lm.utils.errors import EXIT_INTERRUPTED, EXIT_STOPPED, UserError, path_error
+from alibi_lm.utils.logging import console
+from alibi_lm.utils.memory import keep_freed_memory
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
     keep_freed_memory()
 
     # Imported here: DeepSpeed picks its accelerator and log level from the environment.
-    from alibi_lm.train.pretrain import pretrain
+    from alibi_lm.train.run import pretrain
 
     try:
         local_rank, address = int(os.environ["LOCAL_RANK"]), os.environ["MASTER_ADDR"]
@@ -95,7 +95,7 @@ def share_cores() -> None:
     """Give each rank of this host its share of the cores, unless the user has said how many."""
     import torch
 
-    from alibi_lm.train.hardware import threads_per_rank
+    from alibi_lm.train.monitoring.hardware import threads_per_rank
 
     if "OMP_NUM_THREADS" not in os.environ:
         ranks = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from alibi_lm.errors import ConfigError, Problem
+from alibi_lm.utils.errors import ConfigError, Problem
 
 DEFAULT_PORT = 29500
 

@@ -11,17 +11,23 @@ import torch
 
 from alibi_lm.checkpoint.folder import step_folders, step_name
 from alibi_lm.config import Config
-from alibi_lm.console import console
-from alibi_lm.errors import DataError, NotFiniteError, Problem, UserError
-from alibi_lm.memory import use_huge_pages
 from alibi_lm.model.flops import flops_per_token
+from alibi_lm.train.checkpointing.save import remove_old, save
+from alibi_lm.train.data import Inputs
 from alibi_lm.train.distributed import disk_error, raise_together, rank, together, world_size
-from alibi_lm.train.engine import Engine, NotFinite, StepResult
-from alibi_lm.train.inputs import Inputs
-from alibi_lm.train.metrics import Metrics
-from alibi_lm.train.preemption import Preemption
-from alibi_lm.train.progress import COMPUTING, READING, SAVING, VALIDATING, Progress
-from alibi_lm.train.saving import remove_old, save
+from alibi_lm.train.engine.base import Engine, NotFinite, StepResult
+from alibi_lm.train.fault_tolerance.heartbeat import (
+    COMPUTING,
+    READING,
+    SAVING,
+    VALIDATING,
+    Progress,
+)
+from alibi_lm.train.fault_tolerance.preemption import Preemption
+from alibi_lm.train.monitoring.metrics import Metrics
+from alibi_lm.utils.errors import DataError, NotFiniteError, Problem, UserError
+from alibi_lm.utils.logging import console
+from alibi_lm.utils.memory import use_huge_pages
 
 
 class Loop:

@@ -21,17 +21,17 @@ import torch
 import torch.distributed as dist
 
 from alibi_lm.config import Config
+from alibi_lm.config_loading import build
 from alibi_lm.model import layers
 from alibi_lm.model.decoder import Decoder
 from alibi_lm.model.flops import num_parameters
 from alibi_lm.model.slopes import alibi_slopes
 from alibi_lm.parallel.mesh import Mesh, make_mesh
 from alibi_lm.parallel.shard import shard_of
-from alibi_lm.settings import build
-from alibi_lm.train.deepspeed_config import deepspeed_config
 from alibi_lm.train.distributed import avoid_shared_memory
-from alibi_lm.train.engine import Engine
-from alibi_lm.train.engines import make_engine
+from alibi_lm.train.engine.base import Engine
+from alibi_lm.train.engine.deepspeed_config import deepspeed_config
+from alibi_lm.train.engine.factory import make_engine
 
 STEPS, SAMPLES, LENGTH = 10, 4, 20
 DEFAULTS: dict[str, Any] = {

@@ -24,12 +24,12 @@ from torch import Tensor
 from alibi_lm.parallel.layout import Layout
 from alibi_lm.parallel.mesh import make_mesh
 from alibi_lm.plan.planner import Plan, RankPlan, make_plan
-from alibi_lm.train import state
-from alibi_lm.train.deepspeed_config import deepspeed_config
 from alibi_lm.train.distributed import avoid_shared_memory
-from alibi_lm.train.engine import Engine
-from alibi_lm.train.engines import make_engine
-from alibi_lm.train.pretrain import read_config
+from alibi_lm.train.engine import optimizer_state
+from alibi_lm.train.engine.base import Engine
+from alibi_lm.train.engine.deepspeed_config import deepspeed_config
+from alibi_lm.train.engine.factory import make_engine
+from alibi_lm.train.run import read_config
 
 WARM_UP = 2
 """Steps before the one that is counted: ZeRO-3 gathers ahead only once it knows the order."""
@@ -130,9 +130,9 @@ def states(engine: Engine) -> dict[str, int]:
     stage = engine.deepspeed.zero_optimization_stage()
     parameters = list(engine.deepspeed.module.parameters())
     weights = [getattr(p, "ds_tensor", p) for p in parameters]
-    fragments = list(state.fragments(engine.deepspeed, engine.mesh))
+    fragments = list(optimizer_state.fragments(engine.deepspeed, engine.mesh))
     flats = {id(part.flat): part.flat for part in fragments}.values()
-    of_flats = [state.base_optimizer(engine.deepspeed).state[flat] for flat in flats]
+    of_flats = [optimizer_state.base_optimizer(engine.deepspeed).state[flat] for flat in flats]
     return {
         "num_parameters": sum(getattr(p, "ds_numel", p.numel()) for p in parameters),
         "weights": held(weights),

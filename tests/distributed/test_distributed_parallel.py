@@ -12,7 +12,7 @@ import torch
 from started_ranks import run_ranks
 from torch.nn.functional import cross_entropy
 
-from alibi_lm.model.attention import attention
+from alibi_lm.model.attention.dispatch import attention
 from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.decoder import Decoder
 from alibi_lm.model.layers import Block

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from started_ranks import run_ranks
 
-from alibi_lm.settings import to_yaml
+from alibi_lm.config_loading import to_yaml
 
 SCRIPT = Path(__file__).with_name("plan_variants.py")
 CONFIG = {

@@ -15,17 +15,17 @@ from pathlib import Path
 import pytest
 
 from alibi_lm.data.indexed import token_dtype
-from alibi_lm.data.prepare import load_recipe, prepare
+from alibi_lm.data.preparation.prepare import load_recipe, prepare
+from alibi_lm.data.preparation.workers import Encoder, Workers
 from alibi_lm.data.tokenizer import load_tokenizer
-from alibi_lm.data.worker import Encoder, Workers
-from alibi_lm.errors import DataError
+from alibi_lm.utils.errors import DataError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CHILD = """
 import sys
-from alibi_lm.data import tokenise
-from alibi_lm.data.prepare import load_recipe, prepare
-tokenise.BATCH_BYTES = 20_000
+from alibi_lm.data.preparation import tokenization
+from alibi_lm.data.preparation.prepare import load_recipe, prepare
+tokenization.BATCH_BYTES = 20_000
 prepare(load_recipe(sys.argv[1], sys.argv[2:]), record_seconds=0.0)
 """
 

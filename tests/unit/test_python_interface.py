@@ -12,8 +12,8 @@ from click.testing import CliRunner
 
 import alibi_lm
 from alibi_lm import load_run
-from alibi_lm.cli import main
-from alibi_lm.text import Run, _certain
+from alibi_lm.cli.main import main
+from alibi_lm.loaded_run import Run, _certain
 from tests.unit.hf.small_step import add_tokenizer, add_validation, write_step
 from tests.unit.terminal import COMMAND, on_terminal
 
@@ -42,7 +42,7 @@ def test_the_examples_of_the_page_run(place: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_the_package_itself_imports_no_torch() -> None:
-    script = "import sys, alibi_lm, alibi_lm.cli; assert 'torch' not in sys.modules"
+    script = "import sys, alibi_lm, alibi_lm.cli.main; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], check=True)
     for name in alibi_lm.__all__:
         assert getattr(alibi_lm, name).__name__ == name

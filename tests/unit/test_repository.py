@@ -10,18 +10,15 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
-import yaml
 
-from alibi_lm.claims.run import load_claims
-from alibi_lm.claims.training import members
-from alibi_lm.config import Config, load_config
-from alibi_lm.data.prepare import load_recipe
+from alibi_lm.config import load_config
+from alibi_lm.data.preparation.prepare import load_recipe
 from alibi_lm.evals.suite import read_suite
+from alibi_lm.experiments.claims.run import load_claims
+from alibi_lm.experiments.claims.training import members
 from alibi_lm.model.flops import num_parameters
-from alibi_lm.settings import build
-from alibi_lm.train.deepspeed_config import accumulation_steps
-from alibi_lm.train.pretrain import read_config
-from alibi_lm.train.resume import MAY_CHANGE
+from alibi_lm.train.engine.deepspeed_config import accumulation_steps
+from alibi_lm.train.run import read_config
 
 REPOSITORY = Path(__file__).parents[2]
 LIBRARY = REPOSITORY / "alibi_lm"
@@ -30,56 +27,57 @@ SCRIPT_FOLDERS = ("launch", "data", "evals", "configs")
 MODULES = sorted(LIBRARY.rglob("*.py"))
 SCRIPTS = sorted(path for name in SCRIPT_FOLDERS for path in (REPOSITORY / name).rglob("*.py"))
 TESTS = sorted((REPOSITORY / "tests").rglob("*.py"))
-READMES = sorted([REPOSITORY / "README.md", *REPOSITORY.glob("*/README.md")])
 CONFIGS = sorted((REPOSITORY / "configs").rglob("*.yaml"))
 
-BASE = ("errors", "console", "files", "settings", "locking", "memory", "native")
-"""What everything may import, and what imports nothing above itself."""
+UTILS = {
+    "errors": (),
+    "logging": (),
+    "files": (),
+    "memory": (),
+    "locking": ("errors", "logging"),
+    "progress": ("logging",),
+    "atomic_directory": ("errors", "files", "locking", "logging"),
+}
+"""What everything may import, and what each of it may import of the rest."""
 
 WHOLE_RUNS = ("parallel", "model", "data", "checkpoint", "hf", "evals", "train")
 
-# What each part of the library may import of the library, besides itself and BASE. A name with a
-# dot is one module. Read downwards, a part only ever names parts above it: imports point one way.
+# What each part of the library may import of the library, besides itself, `utils` and
+# `config_loading`. A name with a dot is a module or a package below the top level. Read downwards,
+# a part only ever names parts above it: imports point one way.
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
+    "kernels": (),
     "config": ("data.config", "model.config", "parallel.config", "train.config"),
-    "parallel": ("config",),
-    "model": ("config", "parallel"),
+    "parallel": ("config", "kernels"),
+    "model": ("config", "parallel", "kernels"),
     "data": (),
     "tasks": ("data.tokenizer", "data.indexed"),
+    "data.preparation": ("data", "tasks"),
     "checkpoint": ("config", "parallel", "model", "data.tokenizer"),
     "hf": ("config", "parallel", "model", "data", "checkpoint"),
-    "evals": ("config", "parallel", "model", "data", "tasks", "checkpoint", "hf"),
+    "evals": ("config", "parallel", "model", "data", "data.preparation", "tasks", "checkpoint",
+              "hf"),
     "train": ("config", "parallel", "model", "data", "checkpoint", "evals"),
-    "claims": ("config", "model", "data", "tasks", "checkpoint", "evals", "train"),
+    "experiments": ("config", "model", "data", "data.preparation", "tasks", "checkpoint", "evals",
+                    "train"),
     "plan": ("config", "parallel", "model", "data", "train"),
     "doctor": ("config", "model", "train"),
-    "text": ("config", "model", "data", "checkpoint"),
-    "bench": ("config", "model", "data", "checkpoint", "evals", "train"),
-    "commands": (*WHOLE_RUNS, "text", "bench"),
-    "cli": (*WHOLE_RUNS, "commands", "config", "plan", "claims", "doctor"),
+    "loaded_run": ("config", "model", "data", "checkpoint"),
+    "bench": ("config", "kernels", "model", "data", "data.preparation", "checkpoint", "evals",
+              "train"),
+    "cli": (*WHOLE_RUNS, "data.preparation", "config", "loaded_run", "bench", "plan", "experiments",
+            "doctor"),
     "__main__": ("cli",),
-}
-PUBLIC = ("data.as_dataset", "model.config", "model.decoder", "text")
+}  # fmt: skip
+PUBLIC = ("data.hf_dataset", "model.config", "model.decoder", "loaded_run")
 """Where the names that `alibi_lm` itself offers come from."""
-ABOVE_ITS_PART = {"parallel.pipeline": "model", "data.generated": "tasks"}
-"""The module that puts the model's layers on stages lies above both; the one that makes documents
-of tasks for a recipe lies above the tasks, which are written with a tokenizer."""
-MAY_IMPORT_OF_BASE: dict[str, tuple[str, ...]] = {
-    "errors": (),
-    "console": (),
-    "files": (),
-    "settings": ("errors",),
-    "locking": ("errors", "console"),
-    "memory": (),
-    "native": ("console", "native"),
-}
-SECTIONS = re.compile(r"^(claims|data|evals|model|parallel|tasks|train)\.config$")
+SECTIONS = re.compile(r"^(data|evals|experiments\.claims|model|parallel|tasks|train)\.config$")
 """The packages' own config sections: below everything, they know of mistakes only."""
 
-ENVIRONMENT_READERS = {"train.entry", "cli", "commands.ranks", "bench.stepping"}
-PRINTERS = {"console"}
-PIPELINE_USERS = {"parallel.pipeline"}
-MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_SCRIPT_LINES = 400, 80, 40
+ENVIRONMENT_READERS = {"train.entry", "cli.main", "cli.distributed", "bench.stepping"}
+PRINTERS = {"utils.logging"}
+PIPELINE_USERS = {"train.engine.pipeline_module"}
+MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_SCRIPT_LINES, MAX_FOLDER_FILES = 400, 80, 40, 15
 
 RANKS = re.compile(
     r"^# Ranks: (?P<ranks>\d+) \((?P<micro>\d+) samples? x (?P<data>\d+) (?:ranks|data-parallel)"
@@ -217,7 +215,10 @@ def library_imports(path: Path) -> set[str]:
 
 
 def part_of(module: str) -> str:
-    return module.partition(".")[0]
+    """The part of the library that a module belongs to: the longest name of the table."""
+    while module not in MAY_IMPORT and "." in module:
+        module = module.rpartition(".")[0]
+    return module
 
 
 def may_import(importer: str, imported: str) -> bool:
@@ -225,21 +226,30 @@ def may_import(importer: str, imported: str) -> bool:
     if importer == "":
         return imported in PUBLIC
     if SECTIONS.match(importer):
-        return imported in ("errors", "tasks.config")
+        return imported in ("utils.errors", "tasks.config")
+    package, _, name = imported.partition(".")
+    if importer.startswith("utils."):
+        return package == "utils" and name in UTILS[importer.removeprefix("utils.")]
+    if importer == "config_loading":
+        return imported == "utils.errors"
     part = part_of(importer)
-    if part in MAY_IMPORT_OF_BASE:
-        return part_of(imported) in MAY_IMPORT_OF_BASE[part]
-    allowed = (part, *BASE, *MAY_IMPORT[part], ABOVE_ITS_PART.get(importer, part))
-    return imported in allowed or part_of(imported) in allowed
+    allowed = (part, *MAY_IMPORT[part])
+    return (
+        package in ("utils", "config_loading")
+        or imported in allowed
+        or part_of(imported) in allowed
+    )
 
 
 def test_the_table_itself_points_one_way() -> None:
-    parts = [*BASE, *MAY_IMPORT]
+    parts = list(MAY_IMPORT)
     for part, allowed in MAY_IMPORT.items():
         for other in allowed:
             below = SECTIONS.match(other) or parts.index(part_of(other)) < parts.index(part)
             assert below, f"{part} may import {other}"
-    assert {part_of(name) for name in NAMES if name} == set(parts)
+    named = {part_of(name) for name in NAMES if name and not name.startswith("utils")}
+    assert named == {*parts, "config_loading"}
+    assert {name for name in NAMES if name.startswith("utils.")} == {f"utils.{n}" for n in UTILS}
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
@@ -321,67 +331,9 @@ def test_files_and_functions_are_short(path: Path) -> None:
             assert length <= MAX_FUNCTION_LINES, f"{node.name}: {length} lines"
 
 
-# ---- READMEs ------------------------------------------------------------------------------------
-
-
-def code_of(text: str) -> str:
-    """Everything of a README that is code: fenced and indented blocks, and spans."""
-    blocks = re.findall(r"^```.*?^```", text, re.MULTILINE | re.DOTALL)
-    rest = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
-    blocks += re.findall(r"^ {4}.*$", rest, re.MULTILINE)
-    return "\n".join([*blocks, *re.findall(r"`([^`\n]+)`", rest)])
-
-
-def anchors(text: str) -> set[str]:
-    """The anchors of a README's headings, as GitHub makes them."""
-    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-") for title in titles}
-
-
-@pytest.mark.parametrize("readme", READMES, ids=name_of)
-def test_links_and_paths_of_readmes_exist(readme: Path) -> None:
-    text = readme.read_text(encoding="utf-8")
-    for target in re.findall(r"\]\(([^)\s]+)\)", text):
-        if re.match(r"[a-z]+:", target):
-            continue
-        file, _, anchor = target.partition("#")
-        linked = (readme.parent / file).resolve() if file else readme
-        assert linked.exists(), target
-        assert not anchor or anchor in anchors(linked.read_text(encoding="utf-8")), target
-    folders = "|".join(("alibi_lm", "tests", *SCRIPT_FOLDERS))
-    for path in re.findall(rf"(?<![\w./-])(?:{folders})/[\w./-]+\.\w+\b", code_of(text)):
-        if "NAME" not in path:
-            assert (REPOSITORY / path).exists(), path
-
-
-@pytest.mark.parametrize("readme", READMES, ids=name_of)
-def test_make_targets_of_readmes_exist(readme: Path) -> None:
-    makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
-    targets = set(re.findall(r"^([a-z][\w-]*):", makefile, re.MULTILINE))
-    named = re.findall(r"\bmake ([a-z][\w-]*)", code_of(readme.read_text(encoding="utf-8")))
-    assert set(named) <= targets
-
-
-def test_the_readme_lists_what_may_change_on_resume() -> None:
-    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
-    listed = text.partition("**What may change**")[2].partition("Token files")[0]
-    assert set(re.findall(r"`([\w.]+)`", listed)) == set(MAY_CHANGE)
-
-
-def test_the_readmes_configs_are_configs() -> None:
-    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 2
-    for block in blocks:
-        build(Config, yaml.safe_load(block))
-
-
-def test_the_configs_readme_lists_every_config() -> None:
-    text = (REPOSITORY / "configs/README.md").read_text(encoding="utf-8")
-    listed = re.findall(r"^\| `([\w.-]+\.yaml)` \|", text, re.MULTILINE)
-    assert sorted(listed) == [path.name for path in CONFIGS]
-
-
-def test_the_readme_shows_the_claims_as_they_were_found() -> None:
-    table = (REPOSITORY / "evals" / "results" / "claims" / "claims.md").read_text()
-    assert f"<!-- claims -->\n{table}<!-- /claims -->" in (REPOSITORY / "README.md").read_text()
+def test_folders_hold_few_files() -> None:
+    for top in ("alibi_lm", "tests", *SCRIPT_FOLDERS):
+        for folder in (REPOSITORY / top, *(REPOSITORY / top).rglob("*")):
+            if folder.is_dir() and folder.name != "__pycache__":
+                files = [path for path in folder.iterdir() if path.is_file()]
+                assert len(files) <= MAX_FOLDER_FILES, f"{name_of(folder)}: {len(files)} files"

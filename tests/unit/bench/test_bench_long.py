@@ -12,15 +12,15 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from alibi_lm.bench.curve import dense_seconds
-from alibi_lm.bench.long import LongBenchmark, benchmark_long
-from alibi_lm.bench.long_table import benchmark_lines
-from alibi_lm.cli import main
-from alibi_lm.errors import ConfigError, DataError
-from alibi_lm.evals.report import write_report
-from alibi_lm.evals.subject import NativeSubject
+from alibi_lm.bench.long_inputs.benchmark import LongBenchmark, benchmark_long
+from alibi_lm.bench.long_inputs.perplexity_curve import dense_seconds
+from alibi_lm.bench.long_inputs.table import benchmark_lines
+from alibi_lm.cli.main import main
+from alibi_lm.evals.models.base import NativeSubject
+from alibi_lm.evals.report.report import write_report
 from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.decoder import Decoder
+from alibi_lm.utils.errors import ConfigError, DataError
 from tests.unit.evals.evals_fakes import VOCAB_SIZE, fake_step, write_documents
 
 SMALL = LongBenchmark([4096, 6000], [3000, 4096], 3000, [2100, 4000], 1e-6, "fp32", 2,

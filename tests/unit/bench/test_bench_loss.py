@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from alibi_lm.bench.loss import LossBenchmark, benchmark_loss
-from alibi_lm.cli import main
+from alibi_lm.cli.main import main
 
 
 def test_the_command_measures_and_stores_what_it_is_asked_for(tmp_path: Path) -> None:

@@ -11,11 +11,11 @@ import torch
 from click.testing import CliRunner
 
 from alibi_lm.bench.attention import AttentionBenchmark, _eager, _ways, benchmark_attention
-from alibi_lm.bench.machine import PARTS, Product, product_rate, products, profile_step
-from alibi_lm.bench.peers import DENSE, OURS, SIZES, STOCK, X_TRANSFORMERS, Shape, become, make
+from alibi_lm.bench.baselines import DENSE, OURS, SIZES, STOCK, X_TRANSFORMERS, Shape, become, make
+from alibi_lm.bench.roofline import PARTS, Product, product_rate, products, profile_step
 from alibi_lm.bench.train import groups
-from alibi_lm.cli import main
-from alibi_lm.commands.bench_train import NAMES
+from alibi_lm.cli.bench_train import NAMES
+from alibi_lm.cli.main import main
 from alibi_lm.model.flops import num_parameters
 from alibi_lm.model.layers import Attention
 

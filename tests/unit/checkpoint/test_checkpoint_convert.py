@@ -17,10 +17,10 @@ from alibi_lm.checkpoint import convert as module
 from alibi_lm.checkpoint.convert import convert
 from alibi_lm.checkpoint.folder import verify, write_meta
 from alibi_lm.checkpoint.fragments import KINDS, FragmentReader, fragment_key
-from alibi_lm.cli import main
-from alibi_lm.errors import CheckpointError
-from alibi_lm.files import sha256
+from alibi_lm.cli.main import main
 from alibi_lm.parallel.shard import Run
+from alibi_lm.utils.errors import CheckpointError
+from alibi_lm.utils.files import sha256
 
 SHAPES = {"embedding.weight": (50, 16), "block.weight": (24, 16), "norm.bias": (16,)}
 

@@ -17,10 +17,10 @@ from alibi_lm.checkpoint.folder import (
     verify,
     write_meta,
 )
-from alibi_lm.cli import main
-from alibi_lm.errors import CheckpointError
-from alibi_lm.files import sha256
-from alibi_lm.train.saving import remove_old
+from alibi_lm.cli.main import main
+from alibi_lm.train.checkpointing.save import remove_old
+from alibi_lm.utils.errors import CheckpointError
+from alibi_lm.utils.files import sha256
 
 
 def make(run: Path, step: int) -> Path:

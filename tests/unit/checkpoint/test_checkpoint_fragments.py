@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from alibi_lm.checkpoint.fragments import FragmentReader, fragment_key
-from alibi_lm.errors import CheckpointError
+from alibi_lm.utils.errors import CheckpointError
 
 SHAPES = {"a.weight": (5, 7), "b|odd.bias": (11,)}
 

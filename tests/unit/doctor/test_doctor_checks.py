@@ -15,7 +15,7 @@ from alibi_lm.doctor.collective import seen
 from alibi_lm.doctor.hosts import THIS, Answer, exported, read_hostfile, run_everywhere
 from alibi_lm.doctor.probe import MARKER, probe
 from alibi_lm.doctor.report import Meeting, Report, Request, dump, last_json
-from alibi_lm.errors import ConfigError
+from alibi_lm.utils.errors import ConfigError
 
 GOOD = Answer(0, "", "")
 REPORT = Report(

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from alibi_lm.config import Config
+from alibi_lm.config_loading import build
 from alibi_lm.data.indexed import TokenFileWriter
-from alibi_lm.evals.scorer import Answers
+from alibi_lm.evals.models.scorer import Answers
 from alibi_lm.model.decoder import Decoder
-from alibi_lm.settings import build
 
 VOCAB_SIZE = 4096
 EOS = 1

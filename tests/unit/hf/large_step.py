@@ -17,12 +17,12 @@ from torch import Tensor
 
 from alibi_lm.checkpoint.folder import CONFIG, write_meta
 from alibi_lm.checkpoint.fragments import KINDS, PARAM, fragment_key
-from alibi_lm.checkpoint.tensor_file import write_stream
+from alibi_lm.checkpoint.safetensors_io import write_stream
 from alibi_lm.config import Config
-from alibi_lm.files import sha256, write_text
-from alibi_lm.hf.weights import unset_weights
+from alibi_lm.config_loading import build, to_yaml
+from alibi_lm.hf.exporting.weights import unset_weights
 from alibi_lm.parallel.shard import Run
-from alibi_lm.settings import build, to_yaml
+from alibi_lm.utils.files import sha256, write_text
 
 _AT_ONCE = 1 << 22
 

@@ -16,11 +16,11 @@ from alibi_lm.checkpoint.folder import write_meta
 from alibi_lm.checkpoint.fragments import fragment_key
 from alibi_lm.checkpoint.step import Step, open_run
 from alibi_lm.config import Config
+from alibi_lm.config_loading import build, to_yaml
 from alibi_lm.data.indexed import TokenFileWriter
 from alibi_lm.data.tokenizer import load_tokenizer
-from alibi_lm.files import sha256, write_text
 from alibi_lm.model.decoder import Decoder
-from alibi_lm.settings import build, to_yaml
+from alibi_lm.utils.files import sha256, write_text
 
 LENGTH = 24
 LINES = ["def f(x):\n", "\treturn x + 1\n", "class A:\n", "    pass\n", "for i in range(9):\n"]

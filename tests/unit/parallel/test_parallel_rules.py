@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from alibi_lm.errors import ConfigError
-from alibi_lm.settings import to_yaml
-from alibi_lm.train.pretrain import read_config
+from alibi_lm.config_loading import to_yaml
+from alibi_lm.train.run import read_config
+from alibi_lm.utils.errors import ConfigError
 
 
 def read(

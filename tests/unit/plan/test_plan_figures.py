@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from alibi_lm.config_loading import to_yaml
 from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.decoder import Decoder
 from alibi_lm.plan.memory import block_activations
 from alibi_lm.plan.planner import Plan, make_plan
-from alibi_lm.settings import to_yaml
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 BLOOM = CONFIGS / "bloom-176b.yaml"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from alibi_lm.cli import main
+from alibi_lm.cli.main import main
 from alibi_lm.model.slopes import alibi_slopes
 from alibi_lm.plan.planner import Plan, make_plan
 

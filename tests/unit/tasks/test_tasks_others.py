@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from alibi_lm.data.indexed import TokenFile
-from alibi_lm.errors import DataError
-from alibi_lm.tasks.catalogue import make_tasks
+from alibi_lm.tasks.associative_recall import Recall
 from alibi_lm.tasks.config import TASKS, TaskSizes
 from alibi_lm.tasks.passkey import FILLER, Passkey, k_max
-from alibi_lm.tasks.qa import read_questions
-from alibi_lm.tasks.recall_pairs import Recall
+from alibi_lm.tasks.registry import make_tasks
+from alibi_lm.tasks.ruler.qa import read_questions
 from alibi_lm.tasks.words import compounds
+from alibi_lm.utils.errors import DataError
 from tests.unit.lines_run import lines_run
 from tests.unit.tasks.token_readers import PATTERNS, PieceTokenizer, corpus_of
 

@@ -7,8 +7,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from alibi_lm.errors import DataError
 from alibi_lm.tasks.reasoning import TASKS, ReasoningMaker, question
+from alibi_lm.utils.errors import DataError
 
 
 def characters(text: str) -> list[int]:

@@ -15,12 +15,13 @@ import pytest
 import sentencepiece
 
 from alibi_lm.data.tokenizer import Tokenizer
-from alibi_lm.errors import DataError
-from alibi_lm.tasks import passkey, recall_pairs, statements
+from alibi_lm.tasks import associative_recall as mqar
+from alibi_lm.tasks import passkey, statements
 from alibi_lm.tasks.config import TaskSizes
 from alibi_lm.tasks.passkey import Passkey
 from alibi_lm.tasks.prompt import Encoder
-from alibi_lm.tasks.recall import Filler, RecallMaker
+from alibi_lm.tasks.recall_documents import Filler, RecallMaker
+from alibi_lm.utils.errors import DataError
 
 SENTENCES = " ".join(passkey.FILLER)
 
@@ -111,7 +112,7 @@ def test_every_pair_is_asked_for_once_after_all_pairs(tokenizer: Tokenizer) -> N
         assert sorted(found[:half]) == sorted(found[half:])
         assert len({key for key, _ in found}) == half
         queries = [piece for piece in pieces if piece.endswith(":") and piece.startswith("\n")]
-        assert queries[half:] == [recall_pairs.QUERY.format(key=key) for key, _ in found[half:]]
+        assert queries[half:] == [mqar.QUERY.format(key=key) for key, _ in found[half:]]
 
 
 def test_passkeys_are_the_evals_prompts_with_their_answer(tokenizer: Tokenizer) -> None:

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from alibi_lm.data.indexed import TokenFile, TokenFileWriter
-from alibi_lm.errors import DataError
-from alibi_lm.tasks.catalogue import FROM_CORPUS, make_tasks
 from alibi_lm.tasks.config import RULER, TaskSizes
-from alibi_lm.tasks.frequency import CommonWords, FrequentWords
-from alibi_lm.tasks.niah import NIAH
 from alibi_lm.tasks.prompt import Prompt, Task
+from alibi_lm.tasks.registry import FROM_CORPUS, make_tasks
+from alibi_lm.tasks.ruler.niah import NIAH
+from alibi_lm.tasks.ruler.word_counting import CommonWords, FrequentWords
 from alibi_lm.tasks.words import NUM_KEYS, key_word
+from alibi_lm.utils.errors import DataError
 from tests.unit.tasks.token_readers import PATTERNS, PieceTokenizer, corpus_of
 
 NUM_PROMPTS = 200

@@ -1,0 +1,1 @@
+"""Long inputs: with pruned attention, and densely."""

@@ -1,0 +1,134 @@
+"""Judging a model on long contexts, and the report of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from alibi_lm.cli.arguments import OVERRIDES, Commands
+from alibi_lm.cli.distributed import on_ranks
+from alibi_lm.utils.logging import console
+
+if TYPE_CHECKING:
+    from alibi_lm.evals.config import SuiteConfig
+    from alibi_lm.evals.models.sharded import Ranks
+
+SUBJECT = click.argument("subject", metavar="RUN|hf:MODEL")
+ENGINE = click.option(
+    "--engine",
+    type=click.Choice(["native", "hf"]),
+    help="What computes a Hugging Face model: native, imported into memory (BLOOM and MPT; the "
+    "default for them), or hf, the class of transformers (any causal language model).",
+)
+OUT = click.option(
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder of the results; by default RUN/evals/step_XXXXXXXX, or evals/hf/NAME-DIGEST "
+    "below the current folder for a Hugging Face model.",
+)
+OPTIONS = (
+    SUBJECT,
+    OVERRIDES,
+    click.option("--suite", type=click.Path(path_type=Path), help="YAML with eval settings."),
+    click.option("--force", is_flag=True, help="Run again even if the result is there."),
+    ENGINE,
+    OUT,
+    click.option("--local_rank", type=int, default=0, hidden=True),  # deepspeed's
+)
+EVALS = {
+    "perplexity": "Perplexity by length, over the same tokens at every length.",
+    "needle": "Needle in a haystack, depth by length.",
+    "retrieval": "The passkey, associative recall and RULER's tasks, by length.",
+    "generalisation": "Copying, addition and sorting with more items than were trained.",
+    "horizon": "How far each head provably, and truly, reads; a model with linear biases.",
+}
+"""The evals, by the section of a suite that has their name."""
+MODULES = {
+    "perplexity": "perplexity.evaluation",
+    "needle": "retrieval.needle",
+    "retrieval": "retrieval.evaluation",
+    "generalisation": "generalization.evaluation",
+    "horizon": "attention_span.evaluation",
+}
+
+
+@click.group("eval", cls=Commands)
+def eval_group() -> None:
+    """Judge a model on long contexts: a run's checkpoint (the newest, or a step folder), or hf:MODEL.
+
+    hf:MODEL is a Hugging Face folder, or a model's name on the hub. Several ranks share the work:
+    `deepspeed --num_gpus N evals/perplexity.py RUN parallel.tp=N`.
+    """  # noqa: E501
+
+
+def _command(name: str, words: str) -> click.Command:
+    """The command of an eval."""
+
+    def run(
+        subject: str,
+        overrides: Sequence[str],
+        suite: Path | None,
+        force: bool,
+        engine: Any,
+        out: Path | None,
+        local_rank: int,
+    ) -> None:
+        from alibi_lm.evals.models.base import Choices
+        from alibi_lm.evals.models.resolve import open_subject
+        from alibi_lm.evals.suite import read_suite
+
+        def work(settings: SuiteConfig, ranks: Ranks) -> None:
+            evaluate = import_module(f"alibi_lm.evals.{MODULES[name]}").evaluate
+            opened = open_subject(subject, Choices.of(settings, engine, out, ranks))
+            evaluate(opened, getattr(settings, name), force=force)
+
+        on_ranks(lambda: read_suite(suite, overrides), work, local_rank)
+
+    for option in reversed(OPTIONS):
+        run = option(run)
+    return click.command(name, help=words)(run)
+
+
+for _name, _words in EVALS.items():
+    eval_group.add_command(_command(_name, _words))
+
+
+@click.command()
+@SUBJECT
+@OVERRIDES
+@ENGINE
+@OUT
+def report(subject: str, overrides: Sequence[str], engine: Any, out: Path | None) -> None:
+    """Write a model's evals as one HTML page and print their summary."""
+    from alibi_lm.evals.models.base import Choices
+    from alibi_lm.evals.models.resolve import open_subject
+    from alibi_lm.evals.models.sharded import ONE_PROCESS
+    from alibi_lm.evals.report.report import summary_lines, write_report
+    from alibi_lm.evals.suite import read_suite
+
+    settings = read_suite(None, overrides)
+    opened = open_subject(subject, Choices.of(settings, engine, out, ONE_PROCESS))
+    write_report(opened)
+    for line in summary_lines(opened):
+        console.say(line)
+
+
+@click.command()
+@click.argument("subjects", metavar="RUN|hf:MODEL ...", nargs=-1, required=True)
+@click.option("--page", type=click.Path(path_type=Path, dir_okay=False), required=True,
+              help="The HTML file to write; its pictures lie beside it.")  # fmt: skip
+def compare(subjects: Sequence[str], page: Path) -> None:
+    """Put the evals of several models on one HTML page. Measures nothing."""
+    from alibi_lm.evals.models.base import Choices
+    from alibi_lm.evals.models.resolve import open_subject
+    from alibi_lm.evals.models.sharded import ONE_PROCESS
+    from alibi_lm.evals.report.comparison import write_comparison
+    from alibi_lm.evals.suite import read_suite
+
+    choices = Choices.of(read_suite(None, ()), None, None, ONE_PROCESS)
+    write_comparison([open_subject(name, choices) for name in subjects], page)
+    console.say(f"comparison: {page}")

@@ -1,0 +1,1 @@
+"""From documents to a tokenizer and token files."""

@@ -1,0 +1,95 @@
+"""Sources whose documents are made and not read: what makes them, given the recipe's tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
+
+from alibi_lm.data.config import ReasoningConfig, RecallConfig, RecipeConfig, SourceConfig
+from alibi_lm.data.preparation.documents import Document, Reader
+from alibi_lm.data.tokenizer import Tokenizer
+from alibi_lm.tasks import passkey
+from alibi_lm.tasks.reasoning import ReasoningMaker
+from alibi_lm.tasks.recall_documents import Filler, RecallMaker
+
+SAMPLE_DOCUMENTS = 500
+"""Documents of a source that a new tokenizer is trained on at most."""
+_SENTENCES = " ".join(passkey.FILLER) + "\n"
+_BYTES_A_TOKEN = 4
+
+Encode = Callable[[str], list[int]]
+Maker = Callable[[int], tuple[str, ...]]
+"""Document number i as pieces of text: a pure function of the recipe and i."""
+
+
+def maker(
+    recipe: RecipeConfig, source: SourceConfig, tokenizer: Tokenizer, long_validation: set[str]
+) -> Maker | None:
+    """What makes the documents of a source, or None where they are read.
+
+    Raises:
+        DataError: its settings do not fit together, or its filler cannot be read.
+    """
+    if source.recall is not None:
+        text = _filler(recipe, source.recall, long_validation)
+        filler = Filler(text, tokenizer.encode, tokenizer.decode)
+        return _recall(source.recall, filler, tokenizer.encode)
+    if source.reasoning is not None:
+        return _reasoning(source.reasoning, tokenizer.encode)
+    return None
+
+
+def sample_documents(source: SourceConfig) -> Iterator[Document]:
+    """Documents like those of a source, for a tokenizer that is yet to be trained on them.
+
+    A byte counts as a token, so documents are made that many times larger.
+    """
+    make: Maker
+    if source.recall is not None:
+        filler = Filler(100 * _SENTENCES, _bytes_of, _text_of)
+        larger = replace(source.recall, max_tokens=_BYTES_A_TOKEN * source.recall.max_tokens)
+        make = _recall(larger, filler, _bytes_of)
+    else:
+        assert source.reasoning is not None
+        tokens = _BYTES_A_TOKEN * source.reasoning.max_tokens
+        make = _reasoning(replace(source.reasoning, max_tokens=tokens), _bytes_of)
+    yield from islice(Reader(source, make=make), SAMPLE_DOCUMENTS)
+
+
+def _recall(config: RecallConfig, filler: Filler, encode: Encode) -> Maker:
+    return RecallMaker(
+        config.kinds, config.max_tokens, config.dense, config.seed, filler, encode
+    ).document
+
+
+def _reasoning(config: ReasoningConfig, encode: Encode) -> Maker:
+    fewest, most = config.lengths
+    return ReasoningMaker(
+        config.tasks, (fewest, most), config.max_tokens, config.seed, encode
+    ).document
+
+
+def _filler(recipe: RecipeConfig, config: RecallConfig, long_validation: set[str]) -> str:
+    """Text of training documents of the named source, or the default sentences."""
+    if config.filler is None:
+        return 100 * _SENTENCES
+    source = next(source for source in recipe.sources if source.name == config.filler)
+    texts, left = [], config.filler_bytes
+    for document in Reader(source):
+        is_validation = document.share < source.validation_fraction
+        if is_validation or document.digest.hex() in long_validation:
+            continue
+        texts.append(document.text)
+        left -= document.num_bytes
+        if left <= 0:
+            break
+    return "\n".join(texts)
+
+
+def _bytes_of(text: str) -> list[int]:
+    return list(text.encode("utf-8"))
+
+
+def _text_of(ids: Sequence[int]) -> str:
+    return bytes(ids).decode("utf-8", errors="ignore")

@@ -1,0 +1,323 @@
+"""Recipe to folder: tokenizer, token files and manifest.
+
+    OUTPUT/
+      tokenizer/                     tokenizer.model or tokenizer.json
+      NAME_train.bin, .idx           a Megatron pair for each source
+      NAME_validation.bin, .idx
+      NAME_validation.bytes.npy      int64, UTF-8 bytes of each validation document
+      manifest.json                  written last: without it the folder is not prepared
+      .partial/                      work in progress; gone when all is done
+
+Everything is made in `.partial/` and moved at the end, so a folder that was prepared before keeps
+its content until the new one is complete.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from alibi_lm.config_loading import apply_overrides, build, load_yaml, to_dict
+from alibi_lm.data.config import RecipeConfig
+from alibi_lm.data.indexed import token_dtype
+from alibi_lm.data.manifest import FORMAT, MANIFEST, different_keys, read_manifest, versions
+from alibi_lm.data.preparation.documents import Reader
+from alibi_lm.data.preparation.generated import maker
+from alibi_lm.data.preparation.scan import Plan, TextSample, known_bytes, scan
+from alibi_lm.data.preparation.sources import fingerprint
+from alibi_lm.data.preparation.tokenization import TRAIN, VALIDATION, SourceTokeniser
+from alibi_lm.data.preparation.tokenizer_training import train_tokenizer
+from alibi_lm.data.preparation.workers import Encoder, Interrupted, Workers, available_cores
+from alibi_lm.data.tokenizer import Tokenizer, load_tokenizer
+from alibi_lm.utils.errors import DataError, Problem, UserError
+from alibi_lm.utils.files import sha256, sync, write_json
+from alibi_lm.utils.locking import alone
+from alibi_lm.utils.logging import console
+from alibi_lm.utils.progress import Progress
+
+RECORD_SECONDS = 2.0
+"""How much tokenising a kill may cost."""
+_STAGED, _PLAN = "manifest.staged.json", "plan.json"
+
+
+def load_recipe(path: str | Path, overrides: tuple[str, ...] | list[str] = ()) -> RecipeConfig:
+    """Read a recipe's YAML, apply `key=value` overrides, and check everything.
+
+    Raises:
+        ConfigError: with every problem found.
+    """
+    return build(RecipeConfig, apply_overrides(load_yaml(path), overrides))
+
+
+def prepare(
+    recipe: RecipeConfig, overwrite: bool = False, record_seconds: float = RECORD_SECONDS
+) -> Path:
+    """Make a recipe's folder, go on where a killed process stopped, or find it made.
+
+    Args:
+        recipe: what to prepare.
+        overwrite: replace a folder that was made from another recipe or from other sources.
+        record_seconds: how often progress is made safe.
+
+    Returns:
+        The path of manifest.json.
+
+    Raises:
+        DataError: the folder is another recipe's (the differing keys are named), its sources have
+            changed, or a source or tokenizer cannot be used.
+        Interrupted: the disk is full or a process was killed; what is done is kept.
+        ConfigError: the tokenizer's vocabulary does not fit the documents.
+    """
+    output = Path(recipe.output)
+    work = output / ".partial"
+    _check_output(output)
+    fingerprints = {source.name: fingerprint(source) for source in recipe.sources}
+    with _full_disk_named(output), alone(output, DataError):
+        if _is_made(output, recipe, fingerprints, overwrite):
+            if _staged(work) == read_manifest(output / MANIFEST):
+                shutil.rmtree(work)  # a process was killed just before it did this
+            console.say(f"prepare: {output} is prepared already, nothing to do")
+            return output / MANIFEST
+        _open_work(work, recipe, fingerprints, overwrite)
+        if not (work / _STAGED).exists():
+            with _discarded_on_bad_input(work):
+                plan, tokenizer = _plan_and_tokenizer(work, recipe)
+                corpora = _tokenise(work, recipe, plan, tokenizer, record_seconds)
+                manifest = _manifest(work, recipe, fingerprints, tokenizer, corpora)
+                write_json(work / _STAGED, manifest)
+        _publish(work, output)
+    return output / MANIFEST
+
+
+def _check_output(output: Path) -> None:
+    for path in (output, *output.parents):
+        if path.exists() and not path.is_dir():
+            raise DataError(Problem("output", str(output), f"{path} is a file", "name a folder"))
+
+
+@contextmanager
+def _full_disk_named(output: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES):
+            raise
+        rule = os.strerror(error.errno).lower()
+        fix = "mend that and run the same command again: it goes on where it stopped"
+        raise Interrupted(Problem(str(error.filename or output), None, rule, fix)) from None
+
+
+@contextmanager
+def _discarded_on_bad_input(work: Path) -> Iterator[None]:
+    """Bad input leaves nothing behind: its cure is another recipe or other sources."""
+    try:
+        yield
+    except Interrupted:
+        raise
+    except UserError:
+        shutil.rmtree(work)
+        with suppress(OSError):  # it holds an older preparation
+            work.parent.rmdir()
+        raise
+
+
+def _is_made(
+    output: Path, recipe: RecipeConfig, fingerprints: dict[str, str], overwrite: bool
+) -> bool:
+    """Whether the folder holds what the recipe makes.
+
+    Raises:
+        DataError: it holds something else, and may not be replaced.
+    """
+    manifest = read_manifest(output / MANIFEST) if not overwrite else _readable(output)
+    if manifest is None:
+        return False
+    problems = list(different_keys(manifest["recipe"], recipe))
+    if not problems:
+        problems = _changed_sources(manifest, fingerprints, output)
+    if problems:
+        if overwrite:
+            return False
+        raise DataError(*problems)
+    for name, entry in manifest["files"].items():
+        path = output / name
+        if not path.is_file() or path.stat().st_size != entry["bytes"]:
+            console.say(f"prepare: {path} is missing or cut short, preparing again")
+            return False
+    return True
+
+
+def _readable(output: Path) -> dict[str, Any] | None:
+    try:
+        return read_manifest(output / MANIFEST)
+    except DataError:
+        return None
+
+
+def _changed_sources(
+    manifest: dict[str, Any], fingerprints: dict[str, str], output: Path
+) -> list[Problem]:
+    rule = f"has changed since {output} was prepared"
+    fix = "name another output, or prepare again with overwrite"
+    return [
+        Problem(f"source {name}", None, rule, fix)
+        for name, digest in fingerprints.items()
+        if manifest["fingerprints"].get(name) != digest
+    ]
+
+
+def _open_work(
+    work: Path, recipe: RecipeConfig, fingerprints: dict[str, str], overwrite: bool
+) -> None:
+    """Keep an interrupted preparation of this recipe; refuse or remove one of another.
+
+    Raises:
+        DataError: an interrupted one differs, and may not be replaced.
+    """
+    started = work / "recipe.json"
+    if started.exists():
+        before = json.loads(started.read_text(encoding="utf-8"))
+        problems = list(different_keys(before["recipe"], recipe))
+        if problems and not overwrite and (work / _PLAN).exists():
+            raise DataError(*problems)
+        if not problems and before["fingerprints"] == fingerprints:
+            console.say(f"prepare: going on with the interrupted preparation in {work}")
+            return
+        console.say(f"prepare: recipe or sources have changed, starting {work.parent} anew")
+    if work.exists():
+        shutil.rmtree(work)
+    work.mkdir(parents=True)
+    write_json(started, {"recipe": to_dict(recipe), "fingerprints": fingerprints})
+
+
+def _plan_and_tokenizer(work: Path, recipe: RecipeConfig) -> tuple[Plan, Tokenizer]:
+    """Do the first pass and train the tokenizer, or find both done."""
+    plan_path, folder = work / _PLAN, work / "tokenizer"
+    if plan_path.exists():
+        content = json.loads(plan_path.read_text(encoding="utf-8"))
+        return Plan.from_json(content), load_tokenizer(folder)
+    config = recipe.tokenizer
+    sample = None if config.path else TextSample(config.max_bytes, recipe.seed)
+    given = load_tokenizer(config.path) if config.path else None
+    plan = Plan()
+    if sample is not None or any(source.min_long_validation for source in recipe.sources):
+        plan = scan(recipe, sample)
+    if given is not None:
+        tokenizer = load_tokenizer(given.save(folder))
+    else:
+        assert sample is not None
+        texts = list(sample.texts(plan.long_validation))
+        size = sum(len(text) for text in texts) / 1e6
+        console.say(
+            f"prepare: training a {config.kind} tokenizer of {config.vocab_size:,} pieces on "
+            f"{len(texts):,} documents, {size:.1f}M characters"
+        )
+        tokenizer = train_tokenizer(texts, config, folder / "tokenizer.model")
+    write_json(plan_path, plan.as_json())
+    return plan, tokenizer
+
+
+def _tokenise(
+    work: Path, recipe: RecipeConfig, plan: Plan, tokenizer: Tokenizer, record_seconds: float
+) -> dict[str, Any]:
+    num_workers = recipe.num_workers or available_cores()
+    # A tokenizer trained here is lossless by construction, and its tests say so.
+    lossy = recipe.tokenizer.path is not None
+    encoder = Encoder(tokenizer, token_dtype(tokenizer.vocab_size), count_lossy=lossy)
+    corpora = {}
+    with Workers(encoder, num_workers) as workers:
+        for source in recipe.sources:
+            reader = Reader(source, make=maker(recipe, source, tokenizer, plan.long_validation))
+            task = SourceTokeniser(work, reader, plan.long_validation, record_seconds)
+            total = known_bytes(source, plan)
+            with Progress(f"tokenising {source.name}", total, task.bytes_done) as progress:
+                result = task.run(workers, progress)
+            corpora[source.name] = result
+            train, validation = result[TRAIN], result[VALIDATION]
+            console.say(
+                f"prepare: {source.name}: {progress.summary()} with {num_workers} processes; "
+                f"{train['tokens']:,} training tokens in {train['documents']:,} documents, "
+                f"{validation['tokens']:,} validation tokens in {validation['documents']:,}"
+            )
+            _warn(source.name, result)
+    return corpora
+
+
+def _warn(name: str, result: dict[str, Any]) -> None:
+    if skipped := result["skipped"]:
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in skipped.items())
+        console.say(f"prepare: {name}: left out {reasons}")
+    if result["lossy_documents"]:
+        console.warn(
+            f"{name}: {result['lossy_documents']:,} documents do not decode to themselves with "
+            "this tokenizer"
+        )
+    if not result[VALIDATION]["documents"]:
+        console.warn(f"{name}: no document fell to validation")
+
+
+def _manifest(
+    work: Path,
+    recipe: RecipeConfig,
+    fingerprints: dict[str, str],
+    tokenizer: Tokenizer,
+    corpora: dict[str, Any],
+) -> dict[str, Any]:
+    names = [f"tokenizer/{tokenizer.file.name}"]
+    for name in corpora:
+        for split in (TRAIN, VALIDATION):
+            names += [f"{name}_{split}.bin", f"{name}_{split}.idx"]
+        names.append(f"{name}_{VALIDATION}.bytes.npy")
+    files = {
+        name: {"bytes": (work / name).stat().st_size, "sha256": sha256(work / name)}
+        for name in names
+    }
+    for name, corpus in corpora.items():
+        for split in (TRAIN, VALIDATION):
+            corpus[split]["sha256"] = {
+                ending: files[f"{name}_{split}.{ending}"]["sha256"] for ending in ("bin", "idx")
+            }
+    return {
+        "format": FORMAT,
+        "recipe": to_dict(recipe),
+        "fingerprints": fingerprints,
+        "tokenizer": {
+            "kind": tokenizer.kind,
+            "digest": tokenizer.digest,
+            "vocab_size": tokenizer.vocab_size,
+            "eos_id": tokenizer.eos_id,
+        },
+        "corpora": corpora,
+        "files": files,
+        "versions": versions(),
+    }
+
+
+def _staged(work: Path) -> dict[str, Any] | None:
+    """The manifest of work that is complete but not yet in its place."""
+    path = work / _STAGED
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def _publish(work: Path, output: Path) -> None:
+    """Move what was made to its place. A kill in between is mended by doing it again."""
+    manifest = _staged(work)
+    assert manifest is not None
+    old = _readable(output) or {}
+    for name in old.get("files", {}).keys() - manifest["files"].keys():
+        (output / name).unlink(missing_ok=True)
+    (output / MANIFEST).unlink(missing_ok=True)
+    sync(output)
+    for name in manifest["files"]:
+        if (work / name).exists():  # else an earlier, killed call has moved it
+            (output / name).parent.mkdir(exist_ok=True)
+            os.replace(work / name, output / name)
+    sync(output)
+    write_json(output / MANIFEST, manifest)
+    shutil.rmtree(work)

@@ -1,0 +1,1 @@
+"""The certified attention span of each head."""

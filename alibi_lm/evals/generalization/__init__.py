@@ -1,0 +1,1 @@
+"""Problems longer than those trained on."""

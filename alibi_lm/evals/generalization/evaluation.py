@@ -1,0 +1,212 @@
+"""Does a model that was trained on short problems solve longer ones?"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from alibi_lm.data.tokenizer import Tokenizer
+from alibi_lm.evals import results
+from alibi_lm.evals.config import GeneralisationConfig
+from alibi_lm.evals.generalization.result import figure, lines, verdict
+from alibi_lm.evals.models.base import Subject
+from alibi_lm.evals.models.scorer import Scorer, checked_scores
+from alibi_lm.evals.statistics import share
+from alibi_lm.tasks.reasoning import END, TASKS, Question, question
+from alibi_lm.utils.errors import ConfigError, DataError, Problem
+from alibi_lm.utils.logging import console
+
+NAME = "generalisation"
+DEFAULT_LENGTHS = tuple(range(5, 45, 5))
+PROTOCOL = (
+    "A prompt is one problem up to its marker, from the first position on, as in training. Exact: "
+    "greedy decoding gives the whole answer and then the end of the line. Teacher-forced: share of "
+    "the answer's tokens that get more than half of the probability, given the right ones before "
+    "them (which makes each the greedy choice). Items are letters of copying and sorting and "
+    "digits of each term of an addition. Intervals: 95% Wilson."
+)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One problem and its token ids."""
+
+    asked: Question
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
+
+
+@dataclass
+class Tally:
+    """What came of the problems of one task and length."""
+
+    trials: int = 0
+    exact: int = 0
+    tokens: int = 0
+    likely_tokens: int = 0
+    loss: float = 0.0
+
+    def cell(self, task: str, items: int) -> dict[str, Any]:
+        """The counts as rates, with the interval of the exact answers."""
+        return {
+            "task": task,
+            "items": items,
+            "trials": self.trials,
+            **share(self.exact, self.trials),
+            "teacher_forced": self.likely_tokens / self.tokens,
+            "loss": self.loss / self.tokens,
+        }
+
+
+def make_trials(
+    tokenizer: Tokenizer, task: str, items: int, config: GeneralisationConfig
+) -> list[Trial]:
+    """The problems of a task and length: a pure function of the seed.
+
+    Raises:
+        DataError: the tokenizer cannot write one.
+    """
+    trials = []
+    for index in range(config.num_trials):
+        generator = np.random.default_rng([config.seed, TASKS.index(task), items, index])
+        asked = question(task, items, generator)
+        prompt, answer = tokenizer.encode(asked.prompt), tokenizer.encode(asked.answer)
+        written, wanted = tokenizer.decode([*prompt, *answer]), asked.prompt + asked.answer
+        # Spaces aside, of which some tokenizers put one before each piece.
+        if "".join(written.split()) != "".join(wanted.split()):
+            rule = f"cannot write {wanted!r}: it reads back as {written!r}"
+            fix = "use a tokenizer with digits and letters"
+            raise DataError(Problem("tokenizer", None, rule, fix))
+        trials.append(Trial(asked, tuple(prompt), tuple(answer)))
+    return trials
+
+
+def score_trials(
+    scorer: Scorer, tokenizer: Tokenizer, trials: Sequence[Trial], batch_tokens: int
+) -> Tally:
+    """Put problems to the model, those of equal sizes together."""
+    tally = Tally()
+    num_end = len(tokenizer.encode(END))
+    for batch in _batches(trials, batch_tokens, scorer.num_replicas):
+        prompts = torch.tensor([trial.prompt for trial in batch])
+        answers = torch.tensor([trial.answer for trial in batch])
+        size = answers.shape[1]
+        losses = checked_scores(scorer.token_losses(torch.cat([prompts, answers], 1)))[:, -size:]
+        nothing = torch.empty(len(batch), 1, 0, dtype=torch.int64)
+        generated = scorer.answers(prompts, nothing, size + num_end).generated
+        for trial, new in zip(batch, generated.tolist(), strict=True):
+            text, end, _ = tokenizer.decode(new).partition(END)
+            tally.exact += bool(end) and text.strip() == trial.asked.answer.strip()
+        tally.trials += len(batch)
+        tally.tokens += losses.numel()
+        tally.likely_tokens += int((losses < math.log(2)).sum())
+        tally.loss += float(losses.double().sum())
+    return tally
+
+
+def _batches(
+    trials: Sequence[Trial], batch_tokens: int, num_replicas: int
+) -> Iterator[list[Trial]]:
+    groups: dict[tuple[int, int], list[Trial]] = defaultdict(list)
+    for trial in trials:
+        groups[len(trial.prompt), len(trial.answer)].append(trial)
+    for (prompt, answer), group in groups.items():
+        size = num_replicas * max(1, batch_tokens // (prompt + answer))
+        for start in range(0, len(group), size):
+            yield group[start : start + size]
+
+
+def usable_lengths(
+    subject: Subject, tokenizer: Tokenizer, config: GeneralisationConfig
+) -> list[int]:
+    """The lengths whose problems the model has positions for.
+
+    Raises:
+        ConfigError: a length that was asked for, or every default one, does not fit.
+    """
+    asked = sorted(config.lengths or DEFAULT_LENGTHS)
+    limit = subject.longest_input
+    if limit is None:
+        return asked
+    fitting, problems = [], []
+    for items in asked:
+        trials = (t for task in config.tasks for t in make_trials(tokenizer, task, items, config))
+        longest = max(len(trial.prompt) + len(trial.answer) for trial in trials)
+        longest += len(tokenizer.encode(END))
+        if longest <= limit:
+            fitting.append(items)
+        else:
+            rule = f"takes {longest} tokens, and the model has {limit} positions"
+            problems.append(Problem("generalisation.lengths", items, rule, "leave it out"))
+    if problems and (config.lengths is not None or not fitting):
+        raise ConfigError(*problems)
+    for problem in problems:
+        console.warn(f"left out by default: {problem}")
+    return fitting
+
+
+def evaluate(
+    subject: Subject, config: GeneralisationConfig, *, force: bool = False
+) -> dict[str, Any]:
+    """`run_generalisation` unless it is done already, and its result in the terminal.
+
+    Raises:
+        UserError: as `run_generalisation`.
+    """
+    return results.once(subject, NAME, config, run_generalisation, lines, force=force)
+
+
+def run_generalisation(
+    subject: Subject, config: GeneralisationConfig, scorer: Scorer | None = None
+) -> dict[str, Any]:
+    """Ask all problems, store generalisation.json and .png, and return the result.
+
+    Args:
+        scorer: what is judged instead of the subject's own model.
+
+    Raises:
+        DataError: the subject has no tokenizer, or one that cannot write the problems.
+        ConfigError: a length beyond the positions of the model.
+    """
+    tokenizer = subject.needed_tokenizer("problems")
+    lengths = usable_lengths(subject, tokenizer, config)
+    scorer = scorer or subject.scorer(config.precision, scaling=config.scaling)
+    started = time.perf_counter()
+    cells = []
+    quiet = console.muted or None
+    with tqdm(total=len(config.tasks) * len(lengths), desc=NAME, disable=quiet) as bar:
+        for task in config.tasks:
+            for items in lengths:
+                trials = make_trials(tokenizer, task, items, config)
+                tally = score_trials(scorer, tokenizer, trials, config.batch_tokens)
+                cells.append(tally.cell(task, items))
+                bar.update()
+    examples = {task: make_trials(tokenizer, task, lengths[0], config)[0] for task in config.tasks}
+    result: dict[str, Any] = {
+        "eval": NAME,
+        **results.run_facts(subject),
+        "protocol": PROTOCOL,
+        "tasks": list(config.tasks),
+        "lengths": lengths,
+        "trained_items": config.trained_items,
+        "threshold": config.threshold,
+        "num_trials": config.num_trials,
+        "seed": config.seed,
+        "examples": {task: "".join(trial.asked.pieces[:2]) for task, trial in examples.items()},
+        "precision": config.precision,
+        "model": scorer.describe(),
+        "seconds": round(time.perf_counter() - started, 3),
+        "cells": cells,
+        "inputs": results.inputs_of(subject, config, results.open_corpora(subject, config)),
+    }
+    result["verdict"] = verdict(result)
+    results.store(subject, NAME, result, lambda found: {NAME: figure(found)})
+    return result

@@ -1,0 +1,1 @@
+"""The models that evals score: runs, transformers models, models split over ranks."""

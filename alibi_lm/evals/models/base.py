@@ -1,0 +1,287 @@
+"""What is judged: a model with its text, its facts and the folder of its results."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+import torch
+
+from alibi_lm.data.tokenizer import Tokenizer
+from alibi_lm.evals.config import SuiteConfig
+from alibi_lm.evals.models.scorer import Scorer, native_scorer
+from alibi_lm.evals.models.sharded import ONE_PROCESS, Ranks, SharedScorer
+from alibi_lm.evals.text_corpus import tokenised
+from alibi_lm.model.config import ModelConfig
+from alibi_lm.model.decoder import Decoder
+from alibi_lm.utils.errors import ConfigError, DataError, Problem
+
+if TYPE_CHECKING:
+    from alibi_lm.checkpoint.step import Step
+
+
+Engine = Literal["native", "hf"]
+HF = "hf:"
+"""What the name of a Hugging Face folder or model begins with."""
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What a user can choose about any subject."""
+
+    engine: Engine | None = None
+    """What computes a Hugging Face model: our own model, or the stock class of `transformers`."""
+    out: Path | None = None
+    """Where results are written, instead of the subject's own place."""
+    corpus: str | None = None
+    """Prefix of the token files read by default, instead of the subject's own."""
+    text: Sequence[str] = ()
+    """Text files, globs or folders to read instead, tokenised with the subject's tokenizer."""
+    training_length: int | None = None
+    """Tokens of a training sample, instead of what the subject says."""
+    ranks: Ranks = ONE_PROCESS
+    """The processes that judge together."""
+
+    @classmethod
+    def of(cls, suite: SuiteConfig, engine: Engine | None, out: Path | None, ranks: Ranks) -> Self:
+        """A suite's choices and a command's."""
+        text = [suite.text] if isinstance(suite.text, str) else suite.text or ()
+        return cls(engine, out, suite.corpus, tuple(text), suite.training_length, ranks)
+
+
+DEFAULTS = Choices()
+
+
+class Subject(ABC):
+    """A model that evals judge. Make one of a run with `NativeSubject(open_run(path))`."""
+
+    def __init__(self, choices: Choices = DEFAULTS) -> None:
+        self.choices = choices
+
+    @property
+    def ranks(self) -> Ranks:
+        """The processes that judge together."""
+        return self.choices.ranks
+
+    @property
+    @abstractmethod
+    def argument(self) -> str:
+        """What names it on the command line."""
+
+    @property
+    @abstractmethod
+    def title(self) -> str:
+        """Its name in a heading."""
+
+    @property
+    @abstractmethod
+    def subtitle(self) -> str:
+        """Which weights of that name these are."""
+
+    @property
+    @abstractmethod
+    def step(self) -> int | None:
+        """Optimizer steps done; None where nobody says."""
+
+    @property
+    @abstractmethod
+    def digest(self) -> str:
+        """Equal digests: equal weights and settings of the model."""
+
+    @property
+    def training_length(self) -> int:
+        """Tokens of a training sample, which results are related to.
+
+        Raises:
+            ConfigError: neither the model nor the user says.
+        """
+        length = self.choices.training_length or self.stated_length
+        if length is None:
+            rule = f"{self.argument} does not say how long its training samples were"
+            fix = "give training_length=TOKENS"
+            raise ConfigError(Problem("training_length", None, rule, fix))
+        return length
+
+    @property
+    @abstractmethod
+    def stated_length(self) -> int | None:
+        """Tokens of a training sample as far as the model says."""
+
+    @property
+    @abstractmethod
+    def longest_input(self) -> int | None:
+        """Tokens that the model can take at most; None where any length goes."""
+
+    @property
+    @abstractmethod
+    def num_parameters(self) -> int:
+        """Its weights, each counted once."""
+
+    @property
+    @abstractmethod
+    def model(self) -> ModelConfig | None:
+        """The model in this project's own terms, or None where it is computed by other code."""
+
+    @property
+    def validation(self) -> Sequence[str]:
+        """Prefixes of the token files that are read by default; text is tokenised into one.
+
+        Raises:
+            DataError: the text cannot be read, or there is no tokenizer for it.
+        """
+        if self.choices.corpus is not None:
+            return [self.choices.corpus]
+        if self.choices.text:
+            return [str(tokenised(self.choices.text, self.tokenizer(), self.argument,
+                                  self.evals_folder / "text", self.ranks))]  # fmt: skip
+        return self.own_validation
+
+    @property
+    @abstractmethod
+    def own_validation(self) -> Sequence[str]:
+        """Prefixes of the token files that the model comes with."""
+
+    @property
+    def evals_folder(self) -> Path:
+        """Where results are written."""
+        return self.choices.out or self.own_evals_folder
+
+    @property
+    @abstractmethod
+    def own_evals_folder(self) -> Path:
+        """Where results are written by default."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What the user chose of it, and a result depends on, beside the weights."""
+        length = self.choices.training_length
+        return {} if length is None else {"training_length": length}
+
+    @abstractmethod
+    def tokenizer(self) -> Tokenizer | None:
+        """Its tokenizer, or None where it has none."""
+
+    def needed_tokenizer(self, what: str) -> Tokenizer:
+        """Its tokenizer, to write `what` with.
+
+        Raises:
+            DataError: it has none.
+        """
+        found = self.tokenizer()
+        if found is None:
+            rule = f"has no tokenizer to write {what} with"
+            fix = "train with data.tokenizer set, or put its tokenizer into the Hugging Face folder"
+            raise DataError(Problem(self.argument, None, rule, fix))
+        return found
+
+    def scorer(
+        self, precision: str, epsilon: float | None = 0.0, scaling: dict[str, Any] | None = None
+    ) -> Scorer:
+        """What scores text with it.
+
+        Args:
+            precision: `fp32` or `bf16`.
+            epsilon: as `NativeScorer` takes it.
+            scaling: scaling of positions instead of its own.
+
+        Raises:
+            ConfigError: it cannot be computed so, or not by these ranks.
+        """
+        scorer = self.ranks.together(lambda: self._own_scorer(precision, epsilon, scaling))
+        return scorer if self.ranks.size == 1 else SharedScorer(scorer, self.ranks)
+
+    @abstractmethod
+    def _own_scorer(
+        self, precision: str, epsilon: float | None, scaling: dict[str, Any] | None
+    ) -> Scorer:
+        """This rank's scorer."""
+
+    @abstractmethod
+    def decoder(self, dtype: torch.dtype = torch.float32) -> Decoder:
+        """The model as our own module.
+
+        Raises:
+            ConfigError: it is computed by other code.
+        """
+
+
+class NativeSubject(Subject):
+    """A checkpoint of a run."""
+
+    def __init__(self, checkpoint: Step, choices: Choices = DEFAULTS) -> None:
+        super().__init__(choices)
+        self.checkpoint = checkpoint
+
+    @property
+    def argument(self) -> str:
+        """The run folder."""
+        return str(self.checkpoint.run_folder)
+
+    @property
+    def title(self) -> str:
+        """The run folder's name."""
+        return self.checkpoint.run_folder.name
+
+    @property
+    def subtitle(self) -> str:
+        """Step and date."""
+        saved = self.checkpoint.meta.get("saved_at", "")
+        return f"Checkpoint of step {self.checkpoint.step:,}, saved {saved}"
+
+    @property
+    def step(self) -> int | None:
+        """Optimizer steps done."""
+        return self.checkpoint.step
+
+    @property
+    def digest(self) -> str:
+        """The checkpoint's."""
+        return self.checkpoint.digest
+
+    @property
+    def stated_length(self) -> int | None:
+        """The run's."""
+        return self.checkpoint.config.train.sequence_length
+
+    @property
+    def longest_input(self) -> int | None:
+        """Rows of a table of learned positions."""
+        return self.checkpoint.config.model.max_positions
+
+    @property
+    def num_parameters(self) -> int:
+        """By the shapes of the checkpoint."""
+        shapes = self.checkpoint.meta["parameters"].values()
+        return sum(int(torch.Size(shape).numel()) for shape in shapes)
+
+    @property
+    def model(self) -> ModelConfig | None:
+        """The run's model."""
+        return self.checkpoint.config.model
+
+    @property
+    def own_validation(self) -> Sequence[str]:
+        """The run's validation corpora."""
+        return self.checkpoint.config.data.validation
+
+    @property
+    def own_evals_folder(self) -> Path:
+        """The step's folder among the run's evals."""
+        return self.checkpoint.evals_folder
+
+    def tokenizer(self) -> Tokenizer | None:
+        """The run's tokenizer."""
+        return self.checkpoint.tokenizer()
+
+    def _own_scorer(
+        self, precision: str, epsilon: float | None, scaling: dict[str, Any] | None
+    ) -> Scorer:
+        self.ranks.check(self.checkpoint.config)
+        return native_scorer(self.checkpoint, precision, epsilon, scaling, self.ranks.tp)
+
+    def decoder(self, dtype: torch.dtype = torch.float32) -> Decoder:
+        """The model with this step's weights."""
+        return self.checkpoint.decoder(dtype=dtype)

@@ -1,0 +1,283 @@
+"""The one interface through which evals ask a model for losses and answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from alibi_lm.config import Config
+from alibi_lm.config_loading import build, to_dict
+from alibi_lm.model.config import ModelConfig
+from alibi_lm.model.decoder import Decoder
+from alibi_lm.model.inference.generation import decoding_cache
+from alibi_lm.model.inference.kv_cache import Cache
+from alibi_lm.model.inference.long_scoring import DENSE_UP_TO, long_losses, why_dense
+from alibi_lm.model.pruning.bounds import DEFAULT_EPSILON
+from alibi_lm.parallel.mesh import ALONE, Axis
+from alibi_lm.utils.errors import CheckpointError, ConfigError, DataError, Problem
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+PREFILL_TOKENS = 65536
+"""Prompt tokens put through the model at once; longer prompts go in pieces, by the cache."""
+ANSWERS_DENSE_UP_TO = 8192
+"""Prompts that with their answers are at most so long are read densely: rings would gain little,
+and their calls are many where the next tokens are few."""
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What a model makes of a batch of prompts."""
+
+    log_likelihoods: Tensor
+    """`[B, K]` fp32, nats: of each candidate as the prompt's continuation."""
+    generated: Tensor
+    """`[B, N]` int64: the greedy continuation."""
+
+
+def checked_scores(scores: Tensor) -> Tensor:
+    """Scores of tokens as they are.
+
+    Raises:
+        CheckpointError: one is not a number; the likeliest token would be any.
+    """
+    if bool(scores.isnan().any()):
+        rule = "gives scores that are not numbers"
+        raise CheckpointError(Problem("model", None, rule, "use precision=fp32, or other weights"))
+    return scores
+
+
+class Scorer(Protocol):
+    """A causal language model to be judged. Input is never cut: what does not fit is refused."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids."""
+        ...
+
+    @property
+    def num_replicas(self) -> int:
+        """Copies of the model that share the rows of a batch: give a multiple of it."""
+        ...
+
+    def token_losses(self, tokens: Tensor) -> Tensor:
+        """Losses of tokens[:, 1:] given the tokens before them.
+
+        Args:
+            tokens: `[B, T + 1]` int64.
+
+        Returns:
+            `[B, T]` fp32 on the CPU, nats.
+        """
+        ...
+
+    def answers(self, prompts: Tensor, candidates: Tensor, max_new_tokens: int) -> Answers:
+        """Closed-set scores and the greedy continuation, from one pass over the prompts.
+
+        Args:
+            prompts: `[B, T]` int64.
+            candidates: `[B, K, A]` int64, K continuations of A tokens for each prompt.
+            max_new_tokens: tokens to generate.
+        """
+        ...
+
+    def generate(self, prompt: Sequence[int], max_new_tokens: int) -> list[int]:
+        """The greedy continuation of one prompt."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """Facts about the model for the result's JSON."""
+        ...
+
+
+def check_input(
+    tokens: Tensor, num_positions: int, limit: int | None, vocab_size: int, owner: str
+) -> None:
+    """Refuse what a model cannot read.
+
+    Args:
+        tokens: token ids.
+        num_positions: positions that they, and what is generated after them, take.
+        limit: positions that the model has; None where any length goes.
+        vocab_size: its number of token ids.
+        owner: what has the positions, for the message.
+
+    Raises:
+        ConfigError: more positions than there are.
+        DataError: a token id that the model does not have.
+    """
+    if limit is not None and num_positions > limit:
+        fix = "give shorter lengths; input is never cut"
+        raise ConfigError(Problem("length", num_positions, f"{owner} has {limit} positions", fix))
+    if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
+        rule = f"has a token id outside 0 to {vocab_size - 1}"
+        fix = "use a corpus made with the model's own tokenizer"
+        raise DataError(Problem("corpus", None, rule, fix))
+
+
+class NativeScorer:
+    """Scores our own decoder.
+
+    Memory grows linearly with the length: attention works in chunks, and logits are made for some
+    positions at a time. With an epsilon above 0, so does the time of long inputs.
+
+    Attributes:
+        epsilon: what each head and row may leave out of its probability; 0 is dense.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        device: torch.device | str | None = None,
+        epsilon: float | None = 0.0,
+    ) -> None:
+        """Score `decoder`; `epsilon` None is the default one where the model has horizons.
+
+        Raises:
+            ConfigError: an epsilon above 0 for a model that has no horizons.
+        """
+        default = "cuda" if torch.cuda.is_available() else "cpu"
+        self._device = torch.device(device or default)
+        self._decoder = decoder.to(self._device).eval()
+        reason = why_dense(self._decoder)
+        if epsilon and reason is not None:
+            raise ConfigError(Problem("epsilon", epsilon, reason, "leave it out, or set it to 0"))
+        self.epsilon = (0.0 if reason else DEFAULT_EPSILON) if epsilon is None else epsilon
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids."""
+        return int(self._decoder.config.vocab_size or 0)
+
+    @property
+    def num_replicas(self) -> int:
+        """This one."""
+        return 1
+
+    @torch.inference_mode()
+    def token_losses(self, tokens: Tensor) -> Tensor:
+        """Losses `[B, T]` of tokens[:, 1:], for tokens `[B, T + 1]`.
+
+        Raises:
+            ConfigError: more positions than the model has.
+            DataError: a token id that the model does not have.
+        """
+        tokens = self._checked(tokens, tokens.shape[1] - 1)
+        if self.epsilon and tokens.shape[1] - 1 > DENSE_UP_TO:
+            rows = (long_losses(self._decoder, row[:-1], row[1:], self.epsilon) for row in tokens)
+            return torch.stack(list(rows))
+        return self._decoder.losses(tokens[:, :-1], tokens[:, 1:]).float().cpu()
+
+    @torch.inference_mode()
+    def answers(self, prompts: Tensor, candidates: Tensor, max_new_tokens: int) -> Answers:
+        """Closed-set scores and the greedy continuation; the prompts' keys are computed once.
+
+        Raises:
+            ConfigError: more positions than the model has.
+            DataError: a token id that the model does not have.
+        """
+        length = prompts.shape[1]
+        longest = length + max(candidates.shape[2], max_new_tokens)
+        prompts = self._checked(prompts, longest)
+        candidates = self._checked(candidates, longest)
+        epsilon = self.epsilon if longest > ANSWERS_DENSE_UP_TO else 0.0
+        cache = decoding_cache(self._decoder, longest, epsilon)
+        first = self._read(prompts, cache)
+        scores = []
+        for choice in candidates.unbind(1):
+            scores.append(self._continuation(choice, first, cache))
+            cache.truncate(length)
+        return Answers(
+            checked_scores(torch.stack(scores, 1)).cpu(),
+            self._greedy(first, cache, max_new_tokens).cpu(),
+        )
+
+    def generate(self, prompt: Sequence[int], max_new_tokens: int) -> list[int]:
+        """The greedy continuation of one prompt."""
+        prompts = torch.tensor([list(prompt)], dtype=torch.int64)
+        nothing = torch.empty(1, 1, 0, dtype=torch.int64)
+        return self.answers(prompts, nothing, max_new_tokens).generated[0].tolist()
+
+    def describe(self) -> dict[str, Any]:
+        """Kind, size, arithmetic and device."""
+        parameter = next(self._decoder.parameters())
+        return {
+            "kind": "native",
+            "num_parameters": self._decoder.num_parameters(),
+            "dtype": str(parameter.dtype).removeprefix("torch."),
+            "device": self._device.type,
+            "epsilon": self.epsilon,
+            "scaling": to_dict(self._decoder.config.scaling),
+        }
+
+    def _checked(self, tokens: Tensor, num_positions: int) -> Tensor:
+        limit = self._decoder.config.max_positions
+        check_input(tokens, num_positions, limit, self.vocab_size, "the model")
+        return tokens.to(self._device)
+
+    def _read(self, prompts: Tensor, cache: Cache) -> Tensor:
+        """Put prompts into the cache; log probabilities `[B, V]` fp32 of the token after."""
+        piece = max(1, PREFILL_TOKENS // prompts.shape[0])
+        for tokens in prompts.split(piece, dim=1):
+            hidden = self._decoder.hidden_states(tokens, cache)
+        return checked_scores(self._decoder.logits(hidden[:, -1]).float().log_softmax(-1))
+
+    def _continuation(self, choice: Tensor, first: Tensor, cache: Cache) -> Tensor:
+        """Log-likelihood `[B]` of continuations `[B, A]` of what the cache holds."""
+        if choice.shape[1] == 0:
+            return first.new_zeros(choice.shape[0])
+        total = first.gather(1, choice[:, :1]).squeeze(1)
+        if choice.shape[1] == 1:
+            return total
+        return total - self._decoder.losses(choice[:, :-1], choice[:, 1:], cache).sum(1)
+
+    def _greedy(self, first: Tensor, cache: Cache, max_new_tokens: int) -> Tensor:
+        """Most likely tokens `[B, N]` after what the cache holds."""
+        scores, new = first, []
+        for index in range(max_new_tokens):
+            new.append(scores.argmax(-1))
+            if index + 1 < max_new_tokens:
+                scores = self._read(new[-1][:, None], cache)
+        return torch.stack(new, 1) if new else first.new_empty(len(first), 0, dtype=torch.int64)
+
+
+class Weights(Protocol):
+    """What a native model is made from: a checkpoint, or an imported folder."""
+
+    @property
+    def config(self) -> Config:
+        """The config of its run."""
+        ...
+
+    def decoder(
+        self, dtype: torch.dtype = ..., model: ModelConfig | None = ..., tp: Axis = ...
+    ) -> Decoder:
+        """The model, or this rank's slice of it; `model` replaces the config's own."""
+        ...
+
+
+def native_scorer(
+    weights: Weights,
+    precision: str,
+    epsilon: float | None = 0.0,
+    scaling: dict[str, Any] | None = None,
+    tp: Axis = ALONE,
+) -> NativeScorer:
+    """The scorer of a checkpoint's own weights, with the run's scaling of positions or another.
+
+    `epsilon` is as `NativeScorer` takes it. Every rank of `tp` gives the same results.
+
+    Linear biases stay fp32 whatever the precision: attention computes them from fp32 slopes.
+
+    Raises:
+        ConfigError: an epsilon above 0 for a model that has no horizons, or a scaling that the
+            model cannot have.
+    """
+    model = None
+    if scaling is not None:
+        model = build(ModelConfig, to_dict(weights.config.model) | {"scaling": scaling})
+    decoder = weights.decoder(dtype=DTYPES[precision], model=model, tp=tp)
+    return NativeScorer(decoder, epsilon=epsilon)

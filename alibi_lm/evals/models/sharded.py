@@ -1,0 +1,189 @@
+"""Several processes that judge one model: who does what, and how they agree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from alibi_lm.config import Config
+from alibi_lm.evals.models.scorer import Answers, Scorer
+from alibi_lm.parallel.config import ParallelConfig
+from alibi_lm.parallel.mesh import ALONE, Axis
+from alibi_lm.parallel.rules import layout_problems
+from alibi_lm.utils.errors import ConfigError, Problem, UserError, path_error
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes of a job: `tp` share a model, `dp` share the documents and prompts."""
+
+    rank: int = 0
+    tp: Axis = ALONE
+    dp: Axis = ALONE
+
+    @property
+    def size(self) -> int:
+        """Processes in all."""
+        return self.tp.size * self.dp.size
+
+    def on_first(self, action: Callable[[], T]) -> T:
+        """What `action` gives on rank 0, on every rank; its error is every rank's.
+
+        Raises:
+            UserError: as `action`, a file system's error included.
+        """
+        found: T = self._agree(action if self.rank == 0 else None, self._from_first)
+        return found
+
+    def together(self, action: Callable[[], T]) -> T:
+        """Every rank's own `action`; if it fails on any rank, all raise that error.
+
+        Raises:
+            UserError: the first rank's, by rank order.
+        """
+        result: T = self._agree(action, self._first_error)
+        return result
+
+    def _agree(
+        self, action: Callable[[], Any] | None, meet: Callable[[Any, UserError | None], Any]
+    ) -> Any:
+        if self.size == 1:
+            assert action is not None
+            return action()
+        result, error = None, None
+        try:
+            result = None if action is None else action()
+        except UserError as failure:
+            error = failure
+        except OSError as failure:
+            error = path_error(failure)
+            if error is None:
+                raise
+        return meet(result, error)
+
+    def _from_first(self, result: Any, error: UserError | None) -> Any:
+        box = [(result, error)]
+        dist.broadcast_object_list(box, src=0)
+        result, error = box[0]
+        if error is not None:
+            raise _marked(error)
+        return result
+
+    def _first_error(self, result: Any, error: UserError | None) -> Any:
+        errors: list[UserError | None] = [None] * self.size
+        dist.all_gather_object(errors, error)
+        for found in errors:
+            if found is not None:
+                raise _marked(found)
+        return result
+
+    def check(self, config: Config | None) -> None:
+        """Refuse a model that these ranks cannot share; None is one computed by other code.
+
+        Raises:
+            ConfigError: naming every rule broken.
+        """
+        if self.tp.size == 1:
+            return
+        if config is None:
+            rule = "only this project's own model is split over ranks"
+            fix = "leave it out; documents are shared among ranks all the same"
+            raise ConfigError(Problem("parallel.tp", self.tp.size, rule, fix))
+        split = Config(
+            run=config.run, model=config.model, parallel=ParallelConfig(tp=self.tp.size)
+        )  # fmt: skip
+        problems = list(layout_problems(split, self.size))
+        if problems:
+            raise ConfigError(*problems)
+
+
+ONE_PROCESS = Ranks()
+"""A job of one process."""
+
+
+def _marked(error: UserError) -> UserError:
+    error.on_every_rank = True
+    return error
+
+
+class SharedScorer:
+    """A scorer whose rows are shared among the data-parallel ranks; all of them get all results.
+
+    Every rank calls it with the same input. A rank for which no row is left waits for the others.
+    """
+
+    def __init__(self, scorer: Scorer, ranks: Ranks) -> None:
+        self._scorer, self._dp = scorer, ranks.dp
+        self.counts_length = getattr(scorer, "counts_length", False)
+        self._facts = {"data_parallel": ranks.dp.size, "tensor_parallel": ranks.tp.size}
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids."""
+        return self._scorer.vocab_size
+
+    @property
+    def num_replicas(self) -> int:
+        """The ranks."""
+        return self._dp.size
+
+    def token_losses(self, tokens: Tensor) -> Tensor:
+        """As `Scorer.token_losses`."""
+        rows = self._rows(len(tokens))
+        own = tokens[rows]
+        parts = self._gather(lambda: self._scorer.token_losses(own) if len(own) else None)
+        return torch.cat([part for part in parts if part is not None])
+
+    def answers(self, prompts: Tensor, candidates: Tensor, max_new_tokens: int) -> Answers:
+        """As `Scorer.answers`."""
+        rows = self._rows(len(prompts))
+
+        def score() -> Answers | None:
+            if len(prompts[rows]) == 0:
+                return None
+            return self._scorer.answers(prompts[rows], candidates[rows], max_new_tokens)
+
+        parts = [part for part in self._gather(score) if part is not None]
+        return Answers(
+            torch.cat([part.log_likelihoods for part in parts]),
+            torch.cat([part.generated for part in parts]),
+        )
+
+    def generate(self, prompt: Sequence[int], max_new_tokens: int) -> list[int]:
+        """As `Scorer.generate`; every rank does the same."""
+        return self._scorer.generate(prompt, max_new_tokens)
+
+    def describe(self) -> dict[str, Any]:
+        """As `Scorer.describe`, and the ranks."""
+        return {**self._scorer.describe(), "ranks": self._facts}
+
+    def _rows(self, count: int) -> slice:
+        """This rank's rows of `count`."""
+        share, more = divmod(count, self._dp.size)
+        first = self._dp.rank * share + min(self._dp.rank, more)
+        return slice(first, first + share + (self._dp.rank < more))
+
+    def _gather(self, action: Callable[[], T]) -> list[T]:
+        """Every rank's result; an error of one is every rank's, so that none waits for it."""
+        result: T | None = None
+        error: UserError | None = None
+        try:
+            result = action()
+        except UserError as failure:
+            error = failure
+        found: list[Any] = [None] * self._dp.size
+        if self._dp.size == 1:
+            found = [(result, error)]
+        else:
+            dist.all_gather_object(found, (result, error), group=self._dp.group)
+        for _, failed in found:
+            if failed is not None:
+                raise _marked(failed)
+        return [value for value, _ in found]

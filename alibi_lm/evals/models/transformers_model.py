@@ -1,0 +1,192 @@
+"""Hugging Face folders and models as what is judged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from alibi_lm.data.tokenizer import Tokenizer
+from alibi_lm.evals.models.base import HF, Choices, Engine, Subject
+from alibi_lm.evals.models.scorer import DTYPES, Scorer, native_scorer
+from alibi_lm.evals.models.transformers_scorer import StockScorer
+from alibi_lm.hf.importing import loading
+from alibi_lm.model.config import ModelConfig
+from alibi_lm.model.decoder import Decoder
+from alibi_lm.parallel.mesh import ALONE
+from alibi_lm.utils.errors import ConfigError, Problem
+
+RESULTS = Path("evals") / "hf"
+"""Where results of Hugging Face models lie below the current folder: theirs is left alone."""
+
+
+def open_hf(name: str, choices: Choices) -> Subject:
+    """The subject of a folder, or of a model on the hub.
+
+    Raises:
+        CheckpointError: it cannot be used.
+        ConfigError: the native engine is asked for, and the model is not ours to compute.
+    """
+    folder = loading.find_folder(name)
+    reason = loading.why_not_native(folder)
+    if choices.engine == "native" and reason is not None:
+        rule = f"cannot compute {HF}{name} ({reason})"
+        raise ConfigError(Problem("--engine", "native", rule, "give --engine hf"))
+    if choices.engine == "hf" or reason is not None:
+        return StockSubject(name, folder, choices)
+    return ImportedSubject(name, folder, choices)
+
+
+class HfSubject(Subject):
+    """A Hugging Face folder, whatever computes it."""
+
+    engine: Engine
+
+    def __init__(self, name: str, folder: Path, choices: Choices) -> None:
+        super().__init__(choices)
+        self.name, self.folder = name, folder
+
+    @property
+    def argument(self) -> str:
+        """The name as it was given."""
+        return HF + self.name
+
+    @property
+    def title(self) -> str:
+        """The folder's or the model's name."""
+        return self.folder.name if Path(self.name).is_dir() else self.name
+
+    @property
+    def subtitle(self) -> str:
+        """The digest, and what computes it."""
+        by = "this project's own model" if self.engine == "native" else "its class in transformers"
+        return f"Files {self.digest[:12]}, computed by {by}"
+
+    @property
+    def step(self) -> int | None:
+        """Nobody says."""
+        return None
+
+    @cached_property
+    def digest(self) -> str:
+        """Of the files that model and tokenizer are read from."""
+        return loading.weights_digest(self.folder)
+
+    @cached_property
+    def stated_length(self) -> int | None:
+        """By config.json, or what an export says beside it."""
+        return loading.training_length(self.folder)
+
+    @property
+    def own_validation(self) -> Sequence[str]:
+        """None."""
+        return []
+
+    @property
+    def own_evals_folder(self) -> Path:
+        """A folder of its own below the current one."""
+        name = self.title.replace("/", "--").replace("@", "--")
+        return RESULTS / f"{name}-{self.digest[:8]}"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The user's, and what computes it."""
+        return {**super().settings, "engine": self.engine}
+
+
+class ImportedSubject(HfSubject):
+    """A BLOOM or MPT folder, imported into memory and computed by our own model."""
+
+    engine: Engine = "native"
+
+    def __init__(self, name: str, folder: Path, choices: Choices) -> None:
+        super().__init__(name, folder, choices)
+        self._weights = loading.ImportedFolder(folder)
+
+    @property
+    def longest_input(self) -> int | None:
+        """None: linear biases take any length."""
+        return None
+
+    @cached_property
+    def num_parameters(self) -> int:
+        """Of our own model."""
+        with torch.device("meta"):
+            return Decoder(self._weights.config.model, seed=None).num_parameters()
+
+    @property
+    def model(self) -> ModelConfig | None:
+        """As it is imported."""
+        return self._weights.config.model
+
+    def tokenizer(self) -> Tokenizer | None:
+        """The folder's."""
+        return self._weights.tokenizer()
+
+    def _own_scorer(
+        self, precision: str, epsilon: float | None, scaling: dict[str, Any] | None
+    ) -> Scorer:
+        self.ranks.check(self._weights.config)
+        return native_scorer(self._weights, precision, epsilon, scaling, self.ranks.tp)
+
+    def decoder(self, dtype: torch.dtype = torch.float32) -> Decoder:
+        """The model as our own module."""
+        return self._weights.decoder(dtype, tp=ALONE)
+
+
+class StockSubject(HfSubject):
+    """Any causal language model, computed by its class in `transformers`."""
+
+    engine: Engine = "hf"
+
+    def __init__(self, name: str, folder: Path, choices: Choices) -> None:
+        super().__init__(name, folder, choices)
+        self._stock = loading.StockFolder(folder)
+        self._tokenizer = self._stock.tokenizer()
+
+    @property
+    def longest_input(self) -> int | None:
+        """Rows of a table of positions, where the class has one."""
+        return self._stock.longest_input
+
+    @property
+    def num_parameters(self) -> int:
+        """Of the class."""
+        return self._stock.num_parameters
+
+    @property
+    def model(self) -> ModelConfig | None:
+        """None: other code computes it."""
+        return None
+
+    def tokenizer(self) -> Tokenizer | None:
+        """As `AutoTokenizer` gives it."""
+        return self._tokenizer
+
+    def _own_scorer(
+        self, precision: str, epsilon: float | None, scaling: dict[str, Any] | None
+    ) -> Scorer:
+        self.ranks.check(None)
+        problems = []
+        if epsilon:
+            rule = "only this project's own model leaves far keys out"
+            problems.append(Problem("epsilon", epsilon, rule, "leave it out, or set it to 0"))
+        if scaling is not None:
+            rule = "only this project's own model takes another scaling of positions"
+            problems.append(Problem("scaling", scaling, rule, "leave it out"))
+        if problems:
+            raise ConfigError(*problems)
+        return StockScorer(self._stock.load(DTYPES[precision]), self.longest_input)
+
+    def decoder(self, dtype: torch.dtype = torch.float32) -> Decoder:
+        """Refused.
+
+        Raises:
+            ConfigError: always.
+        """
+        rule = "this eval looks into this project's own model"
+        fix = "give the folder of a BLOOM or MPT model, without --engine hf"
+        raise ConfigError(Problem("--engine", self.engine, rule, fix))

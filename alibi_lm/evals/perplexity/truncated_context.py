@@ -1,0 +1,144 @@
+"""The null model: what a model scores when its input is cut to the last L tokens.
+
+Perplexity in longer windows falls even for a model that never uses more than L tokens of context,
+because fewer of its targets stand near a window's start. Whether it uses more shows in the paired
+difference to its own score with the cut input, and in nothing less.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from alibi_lm.evals.models.scorer import Scorer
+from alibi_lm.evals.perplexity.protocols import window_losses
+from alibi_lm.evals.perplexity.windows import Window
+from alibi_lm.evals.statistics import MIN_DOCUMENTS, as_list, bootstrap_means
+
+NULL_MODEL = (
+    "Null model of reach L. One seeded sample of targets, the same at every length. A target with "
+    "q tokens of context in its non-overlapping window is scored again with the input cut to the "
+    "last min(q, L) tokens. Excess = its loss less that one, in nats, paired target by target (0 "
+    "where nothing is cut), averaged over the whole sample; below 0: context beyond L helps. "
+    "Interval: 95% percentile bootstrap over documents."
+)
+
+
+def null_loss(first_loss: float, sliding_loss: float, reach: int, length: int) -> float:
+    """Mean loss, in non-overlapping windows of `length`, of a model that uses `reach` tokens only.
+
+    [L p0 + (length - L) ps] / length: a window's first L targets cost what they cost in a window
+    of L, all others what they cost with exactly L tokens of context.
+
+    Args:
+        first_loss: p0, its mean loss in non-overlapping windows of L = `reach`, nats.
+        sliding_loss: ps, its mean loss in sliding windows of L with stride 1.
+        reach: L.
+        length: at least L.
+
+    Raises:
+        ValueError: `length` is less than `reach`.
+    """
+    if not 1 <= reach <= length:
+        raise ValueError(f"a window of {length} tokens is shorter than the reach of {reach}")
+    return (reach * first_loss + (length - reach) * sliding_loss) / length
+
+
+def null_perplexity(first: float, sliding: float, reach: int, length: int) -> float:
+    """`null_loss` for perplexities."""
+    return math.exp(null_loss(math.log(first), math.log(sliding), reach, length))
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Targets drawn from the documents."""
+
+    document: np.ndarray
+    """`[n]`: index of the document."""
+    target: np.ndarray
+    """`[n]`: index of the token in it, at least 1."""
+
+    def of(self, losses: Sequence[np.ndarray]) -> np.ndarray:
+        """Their losses `[n]` among those of tokens 1 to N-1 of each document."""
+        pairs = zip(self.document, self.target, strict=True)
+        return np.array([losses[document][target - 1] for document, target in pairs])
+
+    def context(self, length: int) -> np.ndarray:
+        """Tokens of context `[n]` in non-overlapping windows of `length`."""
+        return (self.target - 1) % length + 1
+
+
+def draw(documents: Sequence[np.ndarray], size: int, seed: int) -> Sample:
+    """`size` different targets, each as likely as any other; all of them where there are fewer."""
+    edges = np.cumsum([0, *(len(document) - 1 for document in documents)])
+    total = int(edges[-1])
+    chosen = np.arange(total)
+    if size < total:
+        chosen = np.sort(np.random.default_rng(seed).choice(total, size, replace=False))
+    document = np.searchsorted(edges, chosen, side="right") - 1
+    return Sample(document, chosen - edges[document] + 1)
+
+
+def cut_losses(
+    scorer: Scorer,
+    documents: Sequence[np.ndarray],
+    sample: Sample,
+    reach: int,
+    lengths: Sequence[int],
+    batch_tokens: int,
+) -> np.ndarray:
+    """Losses `[n]` with `reach` tokens of context; NaN where no length gives more than that."""
+    longest = np.max([sample.context(length) for length in lengths], axis=0)
+    places = {
+        (int(sample.document[i]), int(sample.target[i])): i for i in np.flatnonzero(longest > reach)
+    }
+    windows = [Window(d, target - reach, target, target + 1) for d, target in places]
+    found = np.full(len(sample.target), np.nan)
+    for window, losses in window_losses(scorer, documents, windows, batch_tokens):
+        found[places[window.document, window.first]] = losses[0]
+    return found
+
+
+def excess_rows(
+    sample: Sample,
+    observed: np.ndarray,
+    cut: np.ndarray,
+    lengths: Sequence[int],
+    reach: int,
+) -> list[dict[str, Any]]:
+    """Loss, null loss and excess at each length, nats a target.
+
+    Args:
+        sample: n targets.
+        observed: `[lengths, n]`: losses in non-overlapping windows.
+        cut: `[n]`: losses of `cut_losses`.
+        lengths: window lengths.
+        reach: L.
+    """
+    owners, index = np.unique(sample.document, return_inverse=True)
+    counts = np.bincount(index, minlength=len(owners))
+    rows = []
+    for losses, length in zip(observed, lengths, strict=True):
+        beyond = sample.context(length) > reach
+        null = np.where(beyond, cut, losses)
+        differences = losses - null
+        # Documents of which no target is cut say nothing, however sure their zeros look.
+        telling = not beyond.any() or len(np.unique(index[beyond])) >= MIN_DOCUMENTS
+        sums = np.bincount(index, differences, minlength=len(owners))
+        intervals = bootstrap_means(sums[None], counts) if telling else None
+        rows.append(
+            {
+                "length": length,
+                "num_cut": int(beyond.sum()),
+                "share_cut": float(beyond.mean()),
+                "loss": float(losses.mean()),
+                "null_loss": float(null.mean()),
+                "excess": float(differences.mean()),
+                "excess_interval": as_list(intervals[0] if intervals else None),
+            }
+        )
+    return rows

@@ -1,0 +1,215 @@
+"""Retrieval tasks by length: the passkey, associative recall and RULER's synthetic tasks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from alibi_lm.config_loading import to_dict
+from alibi_lm.evals import results
+from alibi_lm.evals.config import RetrievalConfig
+from alibi_lm.evals.models.base import Subject
+from alibi_lm.evals.models.scorer import Scorer
+from alibi_lm.evals.report.tables import retrieval_lines
+from alibi_lm.evals.retrieval import plots
+from alibi_lm.evals.retrieval.scoring import Counts, score_all
+from alibi_lm.evals.retrieval.table import ruler_table
+from alibi_lm.evals.retrieval.verdict import retrieval_verdict, task_verdict
+from alibi_lm.tasks.config import RULER, default_tasks
+from alibi_lm.tasks.haystack import Haystack
+from alibi_lm.tasks.passkey import SUCCESS, Passkey, k_max
+from alibi_lm.tasks.prompt import Task
+from alibi_lm.tasks.registry import FROM_CORPUS, make_tasks
+from alibi_lm.utils.errors import ConfigError, DataError, Problem
+from alibi_lm.utils.logging import console
+
+NAME = "retrieval"
+PROTOCOL = (
+    "Prompts are put together from token ids and end with the beginning of the answer; greedy "
+    "decoding goes on from there, up to a token that ends a document. A length includes the room "
+    "for the answer. Where the haystack is a corpus or the passkey's filler it is met exactly; "
+    "lines, documents and words are added as long as they fit, and the real lengths are stated. "
+    "RULER's tasks have its words, sizes and metrics (the share of references found in the answer; "
+    "qa: any of them), with lines of the corpus in place of essays; what is said to be of other "
+    "sizes is not RULER's. The passkey and mqar count when the answer begins with the right "
+    "number. Ranking: the right continuation is the likeliest of a closed set of equally many "
+    "tokens. Control: prompts without the needed facts. Far: a needed fact lies more than the "
+    "training length before the prompt's end. Intervals: 95% Wilson."
+)
+
+
+def evaluate(subject: Subject, config: RetrievalConfig, *, force: bool = False) -> dict[str, Any]:
+    """`run_retrieval` unless it is done already, and its result in the terminal.
+
+    Raises:
+        UserError: as `run_retrieval`.
+    """
+    return results.once(subject, NAME, config, run_retrieval, retrieval_lines, force=force)
+
+
+def run_retrieval(
+    subject: Subject, config: RetrievalConfig, scorer: Scorer | None = None
+) -> dict[str, Any]:
+    """Run the tasks on a model, store retrieval.json and retrieval.png, and return the result.
+
+    Args:
+        scorer: what is judged instead of the model's own weights.
+
+    Raises:
+        DataError: no corpus, no tokenizer, one that cannot write numbers, or a wrong qa file.
+        ConfigError: a task does not fit a length that was asked for, or any length.
+    """
+    tokenizer = subject.needed_tokenizer("prompts")
+    files = results.open_corpora(subject, config)
+    names = config.tasks or default_tasks(len(config.qa_files))
+    qa_files = [Path(path) for path in config.qa_files]
+    tasks = make_tasks(names, tokenizer, files, config.seed, config.sizes, qa_files)
+    chosen = results.chosen_lengths(subject, config)
+    haystack = Haystack(tokenizer, files)
+    fitting, left_out = fitting_cells(tasks, chosen, haystack, config.lengths is not None)
+    scorer = scorer or subject.scorer(config.precision, config.epsilon, config.scaling)
+    started = time.perf_counter()
+    counts = score_all(scorer, tokenizer, fitting, config, subject.training_length)
+    seconds = time.perf_counter() - started
+    result = {
+        "eval": NAME,
+        **results.run_facts(subject),
+        "protocol": PROTOCOL,
+        "num_trials": config.num_trials,
+        "seed": config.seed,
+        "precision": config.precision,
+        "model": scorer.describe(),
+        "seconds": round(seconds, 3),
+        "sizes": to_dict(config.sizes),
+        "corpus": results.corpus_facts(files),
+        "left_out": [
+            {"task": task, "length": length, "reason": problem.rule}
+            for task, length, problem in left_out
+        ],
+        **summary(counts, fitting, config.threshold),
+        "inputs": results.inputs_of(subject, config, files),
+    }
+    results.store(subject, NAME, result, plots.figures)
+    return result
+
+
+LeftOut = tuple[str, int, Problem]
+
+
+def fitting_cells(
+    tasks: Sequence[Task], lengths: Sequence[int], haystack: Haystack, asked_for: bool
+) -> tuple[list[tuple[Task, int]], list[LeftOut]]:
+    """The tasks and lengths that go together; those that do not are left out with a warning.
+
+    Raises:
+        ConfigError: lengths that were asked for do not fit, or nothing does.
+    """
+    fitting: list[tuple[Task, int]] = []
+    left_out: list[LeftOut] = []
+    for task in tasks:
+        for length in lengths:
+            problem = _problem(task, length, haystack)
+            if problem is None:
+                fitting.append((task, length))
+            else:
+                left_out.append((task.name, length, problem))
+    problems = [problem for _, _, problem in left_out]
+    if problems and (asked_for or not fitting):
+        raise ConfigError(*problems)
+    _warn(left_out)
+    return fitting, left_out
+
+
+def _warn(left_out: Sequence[LeftOut]) -> None:
+    """One line for each task and reason."""
+    lengths: dict[tuple[str, str], list[str]] = {}
+    for task, length, problem in left_out:
+        lengths.setdefault((task, problem.rule), []).append(f"{length:,}")
+    for (task, rule), which in lengths.items():
+        console.warn(f"left out by default: {task} at {', '.join(which)}: {rule}")
+
+
+def _problem(task: Task, length: int, haystack: Haystack) -> Problem | None:
+    """Why a task has no prompt of a length."""
+    key = "retrieval.lengths"
+    try:
+        shortest = task.shortest(length)
+    except DataError as error:
+        return error.problems[0]
+    if length < shortest:
+        rule = f"{task.name} needs at least {shortest:,} tokens"
+        fix = "leave the length or the task out, or make it smaller by retrieval.sizes"
+        return Problem(key, length, rule, fix)
+    return haystack.problem(key, length) if task.name in FROM_CORPUS else None
+
+
+def summary(
+    counts: Counts, fitting: Sequence[tuple[Task, int]], threshold: float
+) -> dict[str, Any]:
+    """Everything of a result that follows from the counts."""
+    tasks = list({task.name: task for task, _ in fitting}.values())
+    cells = [_cell(task.name, length, counts) for task, length in fitting]
+    of_task = {task.name: [cell for cell in cells if cell["task"] == task.name] for task in tasks}
+    verdicts = [
+        task_verdict(task.name, of_task[task.name], task.chance, counts.training_length)
+        for task in tasks
+    ]
+    return {
+        "tasks": [
+            {
+                "name": task.name,
+                "metric": task.metric,
+                "chance": task.chance,
+                "ruler": task.name in RULER,
+                "published": task.published,
+            }
+            for task in tasks
+        ],
+        "lengths": sorted({length for _, length in fitting}),
+        "cells": cells,
+        "base": [of_task[task.name][0] for task in tasks],
+        "by_distance": [
+            {"task": name, "above": low, "up_to": high, **(tally.scores() or {})}
+            for (name, (low, high)), tally in sorted(counts.bins.items())
+        ],
+        "passkey": _passkey(counts) if any(isinstance(task, Passkey) for task in tasks) else None,
+        "table": ruler_table(cells, [task.name for task in tasks], threshold),
+        "verdicts": verdicts,
+        "verdict": retrieval_verdict(verdicts, counts.training_length),
+    }
+
+
+def _cell(task: str, length: int, counts: Counts) -> dict[str, Any]:
+    cell = counts.cells[task, length]
+    return {
+        "task": task,
+        "length": length,
+        "real_length": [cell.least, cell.most],
+        **(cell.all.scores() or {}),
+        "near": cell.near.scores(),
+        "far": cell.far.scores(),
+        "control": cell.control.scores(),
+    }
+
+
+def _passkey(counts: Counts) -> dict[str, Any]:
+    """The passkey by absolute distance, and Position Interpolation's k_max at each length."""
+    rows = [
+        {"length": length, "distance": distance, **(tally.scores() or {})}
+        for (length, distance), tally in sorted(counts.asked.items())
+    ]
+    lengths = sorted({length for length, _ in counts.asked})
+    return {
+        "rows": rows,
+        "success": SUCCESS,
+        "k_max": [
+            {
+                "length": length,
+                "k_max": k_max([(row["distance"], row["score"]["rate"])
+                                for row in rows if row["length"] == length]),
+            }
+            for length in lengths
+        ],
+    }  # fmt: skip

@@ -1,0 +1,267 @@
+"""Needle in a haystack: can the model find a number stated at some depth of a long input?"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from alibi_lm.data.tokenizer import Tokenizer
+from alibi_lm.evals import results
+from alibi_lm.evals.config import NeedleConfig
+from alibi_lm.evals.models.base import Subject
+from alibi_lm.evals.models.scorer import Answers, Scorer
+from alibi_lm.evals.report import plots
+from alibi_lm.evals.report.tables import needle_lines
+from alibi_lm.evals.retrieval.distance_bins import Bin, distance_bin
+from alibi_lm.evals.retrieval.needle_prompts import NUM_CANDIDATES, PromptMaker, Trial, says
+from alibi_lm.evals.retrieval.plots import needle_distance_figure
+from alibi_lm.evals.statistics import share
+from alibi_lm.evals.verdicts import needle_verdict
+from alibi_lm.tasks.statements import ANSWER, END, NUM_DIGITS, STATEMENT
+from alibi_lm.utils.errors import ConfigError
+from alibi_lm.utils.logging import console
+
+NAME = "needle"
+PROTOCOL = (
+    "A haystack of consecutive tokens from a random place of the corpus holds one line that states "
+    f"a {NUM_DIGITS}-digit number for a key; the prompt ends with that line up to the number. "
+    "Prompts are put together from token ids: length = haystack + needle + question + room for the "
+    "answer, exactly. The needle's depth is its share of the haystack, walked back to the end of a "
+    "line. Key and numbers occur nowhere else in the haystack. Ranking: the stated number is the "
+    f"most likely of {NUM_CANDIDATES} numbers of equally many tokens (chance "
+    f"{1 / NUM_CANDIDATES:.0%}). Generation: greedy decoding of the answer's tokens gives the "
+    "number. Control: prompts as long, with more haystack in place of the needle. Every "
+    "prompt has its own haystack, key and numbers, so that prompts of several cells can be counted "
+    "together. Intervals: 95% Wilson."
+)
+
+
+@dataclass
+class Tally:
+    """Right answers out of trials."""
+
+    trials: int = 0
+    ranked: int = 0
+    generated: int = 0
+
+    def add(self, ranked: bool, generated: bool) -> None:
+        """Count one prompt."""
+        self.trials += 1
+        self.ranked += ranked
+        self.generated += generated
+
+    def __add__(self, other: Tally) -> Tally:
+        return Tally(
+            self.trials + other.trials,
+            self.ranked + other.ranked,
+            self.generated + other.generated,
+        )
+
+    def scores(self) -> dict[str, Any]:
+        """Both scores with intervals."""
+        return {
+            "trials": self.trials,
+            "ranking": share(self.ranked, self.trials),
+            "generation": share(self.generated, self.trials),
+        }
+
+
+@dataclass
+class Grid:
+    """Counts of a whole grid."""
+
+    training_length: int
+    cells: dict[tuple[int, float], Tally] = field(default_factory=lambda: defaultdict(Tally))
+    controls: dict[int, Tally] = field(default_factory=lambda: defaultdict(Tally))
+    bins: dict[Bin, Tally] = field(default_factory=lambda: defaultdict(Tally))
+    """By the distance of the needle from the end of the prompt."""
+    num_placed_exactly: int = 0
+    """Needles put inside a line, because no line ended near."""
+    largest_walk: int = 0
+    """Most tokens between the asked place and the end of a line taken."""
+
+
+def usable_lengths(maker: PromptMaker, lengths: list[int], asked_for: bool) -> list[int]:
+    """The lengths themselves; default ones without those that no prompt can have, with a warning.
+
+    Raises:
+        ConfigError: a length that was asked for, or every default one, cannot be used.
+    """
+    if asked_for:
+        maker.check(lengths)
+        return lengths
+    usable = []
+    for length in lengths:
+        try:
+            maker.check([length])
+            usable.append(length)
+        except ConfigError as error:
+            console.warn(f"left out by default: {error}")
+    if not usable:
+        maker.check(lengths)
+    return usable
+
+
+def score_grid(
+    scorer: Scorer, maker: PromptMaker, tokenizer: Tokenizer, lengths: Sequence[int],
+    config: NeedleConfig, training_length: int,
+) -> Grid:  # fmt: skip
+    """Put every prompt of the grid, and every control, to the model."""
+    grid = Grid(training_length)
+    per_trial = len(config.depths) + 1
+    total = sum(lengths) * config.num_trials * per_trial
+    quiet = console.muted or None
+    with tqdm(total=total, unit="tok", unit_scale=True, desc=NAME, disable=quiet) as bar:
+        for length in lengths:
+            for batch in _batches(maker, length, config, scorer.num_replicas):
+                tokens = torch.from_numpy(np.stack([prompt for _, _, prompt in batch]))
+                trials = [trial for trial, _, _ in batch]
+                answers = scorer.answers(tokens, _candidates(trials), maker.num_answer_tokens)
+                _count(grid, tokenizer, length, batch, answers)
+                bar.update(length * len(batch))
+    return grid
+
+
+Prompt = tuple[Trial, float | None, np.ndarray]
+"""A trial, the needle's depth (None: control) and the token ids."""
+
+
+def _batches(
+    maker: PromptMaker, length: int, config: NeedleConfig, num_replicas: int
+) -> Iterator[list[Prompt]]:
+    size = num_replicas * max(1, config.batch_tokens // length)
+    batch: list[Prompt] = []
+    for index in range(config.num_trials * len(config.depths)):
+        which = index % len(config.depths)
+        depth = config.depths[which]
+        trial = maker.trial(length, index)
+        batch.append((trial, depth, trial.prompt(depth)))
+        if which == 0:
+            batch.append((trial, None, trial.control()))
+        while len(batch) >= size:
+            yield batch[:size]
+            batch = batch[size:]
+    if batch:
+        yield batch
+
+
+def _candidates(trials: Sequence[Trial]) -> torch.Tensor:
+    """`[B, K, A]` token ids."""
+    return torch.tensor([[answer.tokens for answer in trial.candidates] for trial in trials])
+
+
+def _count(
+    grid: Grid, tokenizer: Tokenizer, length: int, batch: Sequence[Prompt], answers: Answers
+) -> None:
+    # Candidates are in random order, so a model that rates all alike is right at chance.
+    best = answers.log_likelihoods.argmax(1).tolist()
+    for (trial, depth, _), choice, new in zip(batch, best, answers.generated.tolist(), strict=True):
+        ranked = choice == trial.truth
+        generated = says(tokenizer.decode(new), trial.answer.number)
+        if depth is None:
+            grid.controls[length].add(ranked, generated)
+            continue
+        grid.cells[length, depth].add(ranked, generated)
+        reach = distance_bin(trial.distance(depth), grid.training_length)
+        grid.bins[reach].add(ranked, generated)
+        position, at_line_end = trial.place(depth)
+        grid.num_placed_exactly += not at_line_end
+        grid.largest_walk = max(grid.largest_walk, round(depth * trial.room) - position)
+
+
+def evaluate(subject: Subject, config: NeedleConfig, *, force: bool = False) -> dict[str, Any]:
+    """`run_needle` unless it is done already, and its result in the terminal.
+
+    Raises:
+        UserError: as `run_needle`.
+    """
+    return results.once(subject, NAME, config, run_needle, needle_lines, force=force)
+
+
+def run_needle(
+    subject: Subject, config: NeedleConfig, scorer: Scorer | None = None
+) -> dict[str, Any]:
+    """Run the grid on a checkpoint, store needle.json and needle.png, and return the result.
+
+    Args:
+        scorer: what is judged instead of the checkpoint's own weights.
+
+    Raises:
+        DataError: no corpus, no tokenizer, or one that cannot write numbers.
+        ConfigError: a length too short for a needle, or longer than every corpus.
+    """
+    tokenizer = subject.needed_tokenizer("needles")
+    files = results.open_corpora(subject, config)
+    maker = PromptMaker(tokenizer, files, config.seed, config.num_distractors)
+    chosen = results.chosen_lengths(subject, config)
+    lengths = usable_lengths(maker, chosen, config.lengths is not None)
+    scorer = scorer or subject.scorer(config.precision, config.epsilon, config.scaling)
+    started = time.perf_counter()
+    grid = score_grid(scorer, maker, tokenizer, lengths, config, subject.training_length)
+    seconds = time.perf_counter() - started
+    example = maker.trial(lengths[0], 0)
+    by_length = _by_length(grid, lengths, config.depths)
+    result: dict[str, Any] = {
+        "eval": NAME,
+        **results.run_facts(subject),
+        "protocol": PROTOCOL,
+        "lengths": lengths,
+        "depths": list(config.depths),
+        "stride": None,
+        "corpus": results.corpus_facts(files),
+        "num_trials": config.num_trials,
+        "seed": config.seed,
+        "chance": 1 / NUM_CANDIDATES,
+        "num_candidates": NUM_CANDIDATES,
+        "num_distractors": config.num_distractors,
+        "num_answer_tokens": maker.num_answer_tokens,
+        "needle": STATEMENT.format(key=example.key) + _answer_text(example) + END,
+        "question": STATEMENT.format(key=example.key),
+        "num_placed_exactly": grid.num_placed_exactly,
+        "largest_walk": grid.largest_walk,
+        "precision": config.precision,
+        "model": scorer.describe(),
+        "seconds": round(seconds, 3),
+        "cells": [
+            {"length": length, "depth": depth, **grid.cells[length, depth].scores()}
+            for length in lengths
+            for depth in config.depths
+        ],
+        "by_length": by_length,
+        "base": by_length[0],
+        "by_distance": [
+            {"above": low, "up_to": high, **tally.scores()}
+            for (low, high), tally in sorted(grid.bins.items())
+        ],
+        "inputs": results.inputs_of(subject, config, files),
+    }
+    result["verdict"] = needle_verdict(result)
+    results.store(subject, NAME, result, _figures)
+    return result
+
+
+def _answer_text(trial: Trial) -> str:
+    return ANSWER.format(number=trial.answer.number)
+
+
+def _by_length(grid: Grid, lengths: Sequence[int], depths: Sequence[float]) -> list[dict[str, Any]]:
+    """All depths of a length together, with its control (the closed-book rate)."""
+    return [
+        {
+            "length": length,
+            **sum((grid.cells[length, depth] for depth in depths), Tally()).scores(),
+            "control": grid.controls[length].scores(),
+        }
+        for length in lengths
+    ]
+
+
+def _figures(result: dict[str, Any]) -> dict[str, plots.Figure]:
+    return {NAME: plots.needle_figure(result), "needle_distance": needle_distance_figure(result)}

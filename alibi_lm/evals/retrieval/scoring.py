@@ -1,0 +1,175 @@
+"""Puts the prompts of retrieval tasks to a model and counts what is right."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from alibi_lm.data.tokenizer import Tokenizer
+from alibi_lm.evals.config import RetrievalConfig
+from alibi_lm.evals.models.scorer import Scorer
+from alibi_lm.evals.retrieval.distance_bins import Bin, distance_bin
+from alibi_lm.evals.statistics import share
+from alibi_lm.tasks.metrics import METRICS
+from alibi_lm.tasks.passkey import Passkey
+from alibi_lm.tasks.prompt import Prompt, Task
+from alibi_lm.utils.logging import console
+
+
+@dataclass
+class Tally:
+    """Scores of some prompts."""
+
+    trials: int = 0
+    total: float = 0.0
+    """Sum of the metric's scores, each 0 to 1."""
+    whole: int = 0
+    """Prompts in whose answer everything was found."""
+    ranked: int | None = None
+    """Prompts whose right candidate was the likeliest; None: no closed set."""
+
+    def add(self, score: float, ranked: bool | None) -> None:
+        """Count one prompt."""
+        self.trials += 1
+        self.total += score
+        self.whole += score == 1
+        if ranked is not None:
+            self.ranked = (self.ranked or 0) + ranked
+
+    def scores(self) -> dict[str, Any] | None:
+        """The scores with intervals; None without prompts."""
+        if self.trials == 0:
+            return None
+        ranking = None if self.ranked is None else share(self.ranked, self.trials)
+        return {
+            "trials": self.trials,
+            "score": share(self.total, self.trials),
+            "whole": share(self.whole, self.trials),
+            "ranking": ranking,
+        }
+
+
+@dataclass
+class Cell:
+    """A task at a length."""
+
+    all: Tally = field(default_factory=Tally)
+    near: Tally = field(default_factory=Tally)
+    """Prompts whose facts all lie within the training length of the prompt's end."""
+    far: Tally = field(default_factory=Tally)
+    """Prompts with a needed fact farther back."""
+    control: Tally = field(default_factory=Tally)
+    least: int = 0
+    """Real length of the shortest prompt."""
+    most: int = 0
+
+
+@dataclass
+class Counts:
+    """Everything that was counted."""
+
+    training_length: int
+    cells: dict[tuple[str, int], Cell] = field(default_factory=lambda: defaultdict(Cell))
+    bins: dict[tuple[str, Bin], Tally] = field(default_factory=lambda: defaultdict(Tally))
+    asked: dict[tuple[int, int], Tally] = field(default_factory=lambda: defaultdict(Tally))
+    """The passkey's, by length and asked distance."""
+
+    def add(
+        self, task: str, length: int, prompt: Prompt, control: bool, score: float,
+        ranked: bool | None,
+    ) -> None:  # fmt: skip
+        """Count one prompt of a task and length."""
+        cell = self.cells[task, length]
+        if control:
+            cell.control.add(score, ranked)
+            return
+        cell.least = min(cell.least or prompt.length, prompt.length)
+        cell.most = max(cell.most, prompt.length)
+        far = prompt.distance > self.training_length
+        for tally in (cell.all, cell.far if far else cell.near):
+            tally.add(score, ranked)
+        self.bins[task, distance_bin(prompt.distance, self.training_length)].add(score, ranked)
+        if "asked" in prompt.counts:
+            self.asked[length, prompt.counts["asked"]].add(score, ranked)
+
+
+Item = tuple[Prompt, bool]
+"""A prompt, and whether it is a control."""
+
+
+def num_prompts(task: Task, config: RetrievalConfig) -> int:
+    """Prompts of a task at one length, controls aside."""
+    places = task.num_distances if isinstance(task, Passkey) else 1
+    return config.num_trials * places
+
+
+def score_all(
+    scorer: Scorer, tokenizer: Tokenizer, cells: Sequence[tuple[Task, int]],
+    config: RetrievalConfig, training_length: int,
+) -> Counts:  # fmt: skip
+    """Put the prompts of every cell, and its controls, to the model."""
+    counts = Counts(training_length)
+    controls = math.ceil(config.num_trials / 2)
+    total = sum(length * (num_prompts(task, config) + controls) for task, length in cells)
+    quiet = console.muted or None
+    with tqdm(total=total, unit="tok", unit_scale=True, desc="retrieval", disable=quiet) as bar:
+        for task, length in cells:
+            bar.set_postfix_str(f"{task.name} {length}", refresh=False)
+            items = [(index, False) for index in range(num_prompts(task, config))]
+            items += [(index, True) for index in range(controls)]
+            prompts = ((task.prompt(length, *item), item[1]) for item in items)
+            for batch in equal_batches(prompts, config.batch_tokens, scorer.num_replicas):
+                for item, result in zip(batch, _ask(scorer, tokenizer, task, batch), strict=True):
+                    counts.add(task.name, length, *item, *result)
+                bar.update(length * len(batch))
+    return counts
+
+
+def equal_batches(
+    items: Iterator[Item], batch_tokens: int, num_replicas: int = 1
+) -> Iterator[list[Item]]:
+    """Batches of prompts of equal length, about `batch_tokens` for each replica of the model.
+
+    A scorer takes no padding: prompts wait until there is a whole batch of their length, but never
+    more than four batches' tokens of them in all.
+    """
+    waiting: dict[int, list[Item]] = defaultdict(list)
+    held = 0
+    for item in items:
+        size = len(item[0].tokens)
+        waiting[size].append(item)
+        held += size
+        if len(waiting[size]) >= num_replicas * max(1, batch_tokens // size):
+            held -= size * len(waiting[size])
+            yield waiting.pop(size)
+        while held > 4 * num_replicas * batch_tokens:
+            largest = max(waiting, key=lambda n: n * len(waiting[n]))
+            held -= largest * len(waiting[largest])
+            yield waiting.pop(largest)
+    yield from waiting.values()
+
+
+def _ask(
+    scorer: Scorer, tokenizer: Tokenizer, task: Task, batch: Sequence[Item]
+) -> Iterator[tuple[float, bool | None]]:
+    """Score and rank of each prompt of a batch."""
+    prompts = [prompt for prompt, _ in batch]
+    tokens = torch.from_numpy(np.stack([prompt.tokens for prompt in prompts]))
+    closed = task.chance is not None
+    candidates = torch.empty(len(prompts), 1, 0, dtype=torch.int64)
+    if closed:
+        candidates = torch.tensor([prompt.candidates for prompt in prompts])
+    answers = scorer.answers(tokens, candidates, prompts[0].room)
+    best = answers.log_likelihoods.argmax(1).tolist() if closed else [None] * len(prompts)
+    for prompt, choice, new in zip(prompts, best, answers.generated.tolist(), strict=True):
+        if tokenizer.eos_id in new:
+            new = new[: new.index(tokenizer.eos_id)]
+        score = METRICS[task.metric](tokenizer.decode(new), prompt.references)
+        yield score, None if choice is None else choice == prompt.truth

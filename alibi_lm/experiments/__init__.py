@@ -1,0 +1,1 @@
+"""Studies that train several models."""

@@ -1,0 +1,193 @@
+"""What a suite measures on each of its finished runs, kept beside the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from alibi_lm.checkpoint.step import Step
+from alibi_lm.config_loading import build, to_dict
+from alibi_lm.data.indexed import TokenFile
+from alibi_lm.evals.config import GeneralisationConfig, NeedleConfig
+from alibi_lm.evals.generalization.evaluation import make_trials, score_trials
+from alibi_lm.evals.models.scorer import NativeScorer, native_scorer
+from alibi_lm.evals.perplexity import protocols
+from alibi_lm.evals.perplexity.documents import choose_documents, target_bytes
+from alibi_lm.evals.perplexity.truncated_context import cut_losses, draw, excess_rows
+from alibi_lm.evals.perplexity.windows import non_overlapping_windows
+from alibi_lm.evals.retrieval.needle import score_grid
+from alibi_lm.evals.retrieval.needle_prompts import PromptMaker
+from alibi_lm.experiments.claims.config import GroupConfig
+from alibi_lm.experiments.claims.training import Member
+from alibi_lm.model.config import ModelConfig
+from alibi_lm.model.decoder import Decoder
+from alibi_lm.model.inference.kv_cache import Cache, LayerCache
+from alibi_lm.utils.files import stored_object, write_json
+
+EVIDENCE = "claims_evidence.json"
+BATCH_TOKENS = 16384
+SHIFTS = (1, 128, 1000)
+"""Positions by which a document is moved."""
+
+
+def measured(
+    member: Member, settings: GroupConfig, measure: Callable[[Step, GroupConfig], dict[str, Any]]
+) -> dict[str, Any]:
+    """What `measure` finds on a finished run, from the file of an earlier time where it fits."""
+    path = Path(member.folder) / EVIDENCE
+    step = member.checkpoint()
+    inputs = {
+        "step": step.digest,
+        "lengths": settings.lengths,
+        "num_trials": settings.num_trials,
+        "max_tokens": settings.max_tokens,
+        "null_targets": settings.null_targets,
+    }
+    stored = stored_object(path)
+    if stored and stored.get("inputs") == inputs:
+        return stored
+    found = {**measure(step, settings), "inputs": inputs, "tokens": step.meta["tokens"],
+             "num_parameters": step.decoder().num_parameters()}  # fmt: skip
+    write_json(path, found)
+    return found
+
+
+def measure_text(step: Step, settings: GroupConfig) -> dict[str, Any]:
+    """Losses in non-overlapping windows of each length over the same targets, and what explains
+    them: the null model of reach L, a hard window of L in every layer, and a shift of positions.
+
+    Losses are means in nats a token, computed in fp32.
+    """
+    lengths, trained = sorted(settings.lengths), step.config.train.sequence_length
+    files = [TokenFile(prefix) for prefix in step.config.data.validation]
+    documents = choose_documents(files, lengths[-1], settings.max_tokens).tokens
+    decoder = step.decoder()
+    scorer = NativeScorer(decoder)
+    windows = {length: non_overlapping_windows(documents, length) for length in lengths}
+    losses = {}
+    for length in tqdm(lengths, desc=str(step.run_folder), disable=None):
+        losses[length] = protocols.target_losses(scorer, documents, windows[length], BATCH_TOKENS)
+    targets = sum(len(document) - 1 for document in documents)
+    sizes = target_bytes(documents, step.tokenizer())
+    found: dict[str, Any] = {
+        "losses": {str(n): float(sum(x.sum() for x in own)) / targets for n, own in losses.items()},
+        "num_documents": len(documents),
+        "num_targets": targets,
+        "num_bytes": None if sizes is None else int(sizes.sum()),
+        "shift": {
+            str(shift): change
+            for shift, change in shift_differences(decoder, documents[0], trained).items()
+        },
+    }
+    sample = draw(documents, settings.null_targets, seed=0)
+    cut = cut_losses(scorer, documents, sample, trained, lengths, BATCH_TOKENS)
+    observed = np.stack([sample.of(losses[length]) for length in lengths])
+    rows = excess_rows(sample, observed, cut, lengths, trained)
+    found["excess"] = {str(row["length"]): row["excess"] for row in rows}
+    if step.config.model.position == "alibi":
+        model = build(ModelConfig, to_dict(step.config.model) | {"window": trained})
+        windowed = NativeScorer(step.decoder(model=model))
+        found["windowed"] = {
+            str(n): float(
+                protocols.document_sums(windowed, documents, windows[n], BATCH_TOKENS).sum()
+            ) / targets
+            for n in lengths if n > trained
+        }  # fmt: skip
+    return found
+
+
+def measure_recall(step: Step, settings: GroupConfig) -> dict[str, Any]:
+    """Needles found at each length and distance; with linear biases, under scaled slopes too.
+
+    The factor of the scaling is the longest length over the training length, at every length.
+    """
+    lengths, trained = sorted(settings.lengths), step.config.train.sequence_length
+    tokenizer = step.tokenizer()
+    assert tokenizer is not None
+    files = [TokenFile(prefix) for prefix in step.config.data.validation]
+    config = NeedleConfig(lengths=lengths, num_trials=settings.num_trials)
+    maker = PromptMaker(tokenizer, files, config.seed)
+    maker.check(lengths)
+    variants: dict[str, dict[str, Any] | None] = {"plain": None}
+    if step.config.model.position == "alibi" and lengths[-1] > trained:
+        factor = lengths[-1] / trained
+        variants |= {kind: {"kind": kind, "factor": factor} for kind in ("linear", "ntk")}
+    found: dict[str, list[dict[str, Any]]] = {}
+    for name, scaling in variants.items():
+        scorer = native_scorer(step, "fp32", scaling=scaling)
+        found[name] = [
+            {
+                "length": length,
+                "distance": high,
+                "ranking": tally.ranked,
+                "generation": tally.generated,
+                "trials": tally.trials,
+            }
+            for length in lengths
+            for (_, high), tally in sorted(
+                score_grid(scorer, maker, tokenizer, [length], config, trained).bins.items()
+            )
+        ]
+    return {"variants": found}
+
+
+def measure_generalisation(step: Step, settings: GroupConfig) -> dict[str, Any]:
+    """Exact answers to longer problems than were trained, by task and number of items."""
+    tokenizer = step.tokenizer()
+    assert tokenizer is not None
+    config = GeneralisationConfig(lengths=settings.lengths, num_trials=settings.num_trials)
+    scorer = native_scorer(step, "fp32")
+    cells = []
+    for task in config.tasks:
+        for items in sorted(settings.lengths):
+            trials = make_trials(tokenizer, task, items, config)
+            tally = score_trials(scorer, tokenizer, trials, config.batch_tokens)
+            cells.append(tally.cell(task, items))
+    return {"cells": cells, "trained_items": config.trained_items}
+
+
+class _ShiftedLayer(LayerCache):
+    """Holds nothing, but says that so many tokens came before."""
+
+    def __init__(self, shift: int) -> None:
+        super().__init__()
+        self.length = shift
+
+    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        return keys, values
+
+
+class _Shifted(Cache):
+    def __init__(self, num_layers: int, shift: int) -> None:
+        super().__init__(num_layers)
+        self.layers = [_ShiftedLayer(shift) for _ in range(num_layers)]
+
+
+@torch.inference_mode()
+def shift_differences(decoder: Decoder, document: np.ndarray, length: int) -> dict[int, float]:
+    """Largest change of a loss, in nats, when a document starts at a later position than 0.
+
+    The tokens are the same and so is what each may see: only their positions move.
+    """
+    tokens = torch.from_numpy(document[: length + 1].astype(np.int64))[None]
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    plain = decoder.losses(inputs, targets)
+    found = {}
+    for shift in SHIFTS:
+        moved = decoder.losses(inputs, targets, _Shifted(decoder.config.num_layers, shift))
+        found[shift] = float((moved - plain).abs().max())
+    return found
+
+
+MEASURES: dict[str, Callable[[Step, GroupConfig], dict[str, Any]]] = {
+    "text": measure_text,
+    "recall": measure_recall,
+    "generalisation": measure_generalisation,
+}
+"""What is measured on the runs of each group."""

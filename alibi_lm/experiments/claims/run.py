@@ -1,0 +1,101 @@
+"""A claims suite from its recipes to its page; what is done already is not done again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from alibi_lm.config_loading import apply_overrides, build, load_yaml, to_dict
+from alibi_lm.data.preparation.prepare import load_recipe, prepare
+from alibi_lm.experiments.claims.config import ClaimsConfig
+from alibi_lm.experiments.claims.cost import cost_lines, measure_cost
+from alibi_lm.experiments.claims.evidence import Evidence
+from alibi_lm.experiments.claims.measure import MEASURES, measured
+from alibi_lm.experiments.claims.page import PAGE, write_page
+from alibi_lm.experiments.claims.training import Member, is_finished, members, train_all
+from alibi_lm.utils.files import stored_object, write_json
+from alibi_lm.utils.logging import console
+
+COST = "cost.json"
+
+
+def load_claims(path: str | Path, overrides: Sequence[str] = ()) -> ClaimsConfig:
+    """Read a claims suite's YAML and apply `key=value` overrides.
+
+    Raises:
+        ConfigError: with every problem found, those of the runs' configs included.
+    """
+    suite = build(ClaimsConfig, apply_overrides(load_yaml(path), overrides))
+    members(suite)
+    return suite
+
+
+def run_claims(
+    path: str | Path,
+    overrides: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    jobs: int = 1,
+    train: bool = True,
+) -> list[dict[str, str]]:
+    """Prepare, train, measure and write the page of a suite; return the rows of its table.
+
+    Args:
+        path: the suite.
+        overrides: `key=value` settings that take precedence.
+        environment: of the training processes.
+        jobs: runs trained at the same time.
+        train: False makes the page of what has been trained so far.
+
+    Raises:
+        UserError: a mistake in the suite, a recipe or a run.
+    """
+    suite = load_claims(path, overrides)
+    runs = members(suite)
+    # A page that cannot be written is better known before hours of training than after.
+    Path(suite.results).mkdir(parents=True, exist_ok=True)
+    if train:
+        for recipe in suite.recipes:
+            prepare(load_recipe(recipe))
+        train_all(runs, jobs, environment)
+    evidence = gather(suite, [member for member in runs if is_finished(member)])
+    evidence.cost = _cost(suite) if train else _stored_cost(suite)
+    rows = write_page(suite, str(path), evidence)
+    for row in rows:
+        console.say(f"{row['verdict']:<25} {row['statement']}")
+        console.say(f"{'':<25} {row['text']}")
+    console.say(f"claims: {Path(suite.results) / PAGE}")
+    return rows
+
+
+def gather(suite: ClaimsConfig, finished: Sequence[Member]) -> Evidence:
+    """Measure finished runs; a model counts once it is trained from every seed."""
+    groups = suite.groups()
+    evidence = Evidence({})
+    for group, settings in groups.items():
+        for model in settings.models:
+            own = [m for m in finished if (m.group, m.model) == (group, model)]
+            if len(own) < len(settings.seeds):
+                continue
+            found = [measured(member, settings, MEASURES[group]) for member in own]
+            evidence.runs[group, model] = list(found)
+            evidence.training_lengths[group, model] = own[0].config.train.sequence_length
+    return evidence
+
+
+def _stored_cost(suite: ClaimsConfig) -> dict[str, Any] | None:
+    stored = stored_object(Path(suite.work) / COST)
+    return stored if stored and stored.get("settings") == to_dict(suite.cost) else None
+
+
+def _cost(suite: ClaimsConfig) -> dict[str, Any] | None:
+    if not suite.cost.model:
+        return None
+    found = _stored_cost(suite)
+    if found is None:
+        found = {**measure_cost(suite.cost), "settings": to_dict(suite.cost)}
+        write_json(Path(suite.work) / COST, found)
+    for line in cost_lines(found):
+        console.say(line)
+    return found

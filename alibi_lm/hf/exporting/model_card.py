@@ -1,0 +1,101 @@
+"""The model card (README.md) of an exported folder."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from alibi_lm.checkpoint.step import Step
+from alibi_lm.data.manifest import manifest_for
+from alibi_lm.hf.specs.base import Layout
+
+TEMPLATE = "card.md"
+
+
+def model_card(step: Step, facts: Mapping[str, Any], layout: Layout) -> str:
+    """The card as Markdown with a YAML header.
+
+    Args:
+        step: the checkpoint.
+        facts: the content of alibi_lm_export.json.
+        layout: the class that the folder is for.
+    """
+    source = files("alibi_lm.hf.exporting").joinpath(TEMPLATE).read_text(encoding="utf-8")
+    environment = jinja2.Environment(
+        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )  # fmt: skip
+    environment.filters["percent"] = _percent
+    return environment.from_string(source).render(
+        name=step.run_folder.name,
+        step=step,
+        model=step.config.model,
+        train=step.config.train,
+        layout=layout,
+        facts=facts,
+        tokens=step.meta.get("tokens"),
+        data=_data(step),
+        loss=_last_line(step, "metrics.jsonl", "loss"),
+        validation=_last_line(step, "validation.jsonl", "losses"),
+        perplexity=_result(step, "perplexity"),
+        needle=_result(step, "needle"),
+        exp=math.exp,
+    )
+
+
+def _percent(score: Mapping[str, Any]) -> str:
+    """A rate with its interval, such as `40% (17% to 69%)`."""
+    low, high = score["interval"]
+    return f"{score['rate']:.0%} ({low:.0%} to {high:.0%})"
+
+
+def _data(step: Step) -> list[dict[str, Any]]:
+    """Name, tokens and share of each training corpus; folders on this machine stay unnamed."""
+    corpora = step.config.data.corpora
+    recorded = (step.meta.get("data") or {}).get("corpora") or [{}] * len(corpora)
+    weights = sum(corpus.weight for corpus in corpora)
+    rows = []
+    for corpus, entry in zip(corpora, recorded, strict=True):
+        rows.append({
+            "name": Path(corpus.prefix).name.removesuffix("_train"),
+            "tokens": entry.get("tokens"),
+            "share": corpus.weight / weights,
+            "source": _source(corpus.prefix),
+        })  # fmt: skip
+    return rows
+
+
+def _source(prefix: str) -> str | None:
+    """Where a prepared corpus came from, by the recipe in its manifest."""
+    manifest = manifest_for(prefix) or {}
+    for source in manifest.get("recipe", {}).get("sources", []):
+        if f"{source['name']}_train" == Path(prefix).name:
+            path = source["path"]
+            return ", ".join([path] if isinstance(path, str) else path)
+    return None
+
+
+def _last_line(step: Step, name: str, key: str) -> dict[str, Any] | None:
+    """The last line of a run's log, up to this step, that has `key`."""
+    path = step.run_folder / name
+    found = None
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:  # the last line of a run that was killed
+            continue
+        if row.get("step", 0) <= step.step and row.get(key) is not None:
+            found = row
+    return found
+
+
+def _result(step: Step, name: str) -> dict[str, Any] | None:
+    """A stored eval result, or None where that eval has not been run."""
+    path = step.evals_folder / f"{name}.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None

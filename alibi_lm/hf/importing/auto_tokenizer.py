@@ -1,0 +1,91 @@
+"""A folder's tokenizer as `AutoTokenizer` gives it, behind our own interface."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from alibi_lm.data.tokenizer import Tokenizer
+from alibi_lm.hf.parity.transformers_reference import quiet
+from alibi_lm.utils.errors import CheckpointError, Problem
+from alibi_lm.utils.files import sha256
+
+_FILES = ("tokenizer.model", "tokenizer.json", "vocab.json", "vocab.txt", "spiece.model")
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder holds the files of a tokenizer."""
+    return any((folder / name).is_file() for name in _FILES)
+
+
+class _Auto:
+    """What `Tokenizer` asks of a library."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self.vocab_size = max(len(model), 1 + max(model.get_vocab().values(), default=-1))
+        self.unk_id, self.bos_id = model.unk_token_id, model.bos_token_id
+        self.eos_id, self.pad_id = model.eos_token_id, model.pad_token_id
+
+    def encode(self, text: str) -> list[int]:
+        # Text that spells a special token is text.
+        ids = self._model(
+            text, add_special_tokens=False, split_special_tokens=True, verbose=False
+        )  # fmt: skip
+        return list(ids["input_ids"])
+
+    def encode_array(self, text: str) -> NDArray[np.integer]:
+        return np.array(self.encode(text), np.int32)
+
+    def decode(self, ids: list[int]) -> str:
+        return str(
+            self._model.decode(
+                ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )  # fmt: skip
+        )
+
+
+class StockTokenizer(Tokenizer):
+    """The tokenizer of a Hugging Face folder. No special token is ever put in."""
+
+    def __init__(self, folder: Path) -> None:
+        """Load it; code in the folder is not run.
+
+        Raises:
+            CheckpointError: it cannot be loaded, or has no end-of-sequence token.
+        """
+        from transformers import AutoTokenizer
+
+        try:
+            with quiet():
+                model = AutoTokenizer.from_pretrained(
+                    folder, local_files_only=True, trust_remote_code=False
+                )
+        except Exception as error:  # classes raise errors of many kinds on what they cannot read
+            detail = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            rule = f"its tokenizer cannot be loaded ({detail})"
+            raise CheckpointError(Problem(str(folder), None, rule, "restore the folder")) from None
+        self.file = next(folder / name for name in _FILES if (folder / name).is_file())
+        self.kind = "tokenizer.json" if self.file.suffix == ".json" else "sentencepiece"
+        self.digest = sha256(self.file)
+        self._backend = _Auto(model)
+        if self._backend.eos_id is None:
+            rule = "its tokenizer has no end-of-sequence token"
+            fix = "set eos_token in tokenizer_config.json"
+            raise CheckpointError(Problem(str(folder), None, rule, fix))
+        self.vocab_size, self.eos_id = self._backend.vocab_size, self._backend.eos_id
+        self.unk_id, self.bos_id = self._backend.unk_id, self._backend.bos_id
+        self.pad_id = self._backend.pad_id
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("a tokenizer of transformers stays in its process")
+
+
+def digest_of(tokenizer: Tokenizer) -> str:
+    """Tokenizers of equal digest give equal ids; the way in which a file is read counts too."""
+    way = type(tokenizer).__name__
+    return hashlib.sha256(f"{way} {tokenizer.digest}".encode()).hexdigest()

@@ -1,0 +1,1 @@
+"""Checks that an exported or imported model computes the same."""

@@ -1,0 +1,220 @@
+"""The stock classes of `transformers`: loaded from a folder, whole or one block at a time."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from alibi_lm.hf.specs.base import Reading
+from alibi_lm.hf.weights_reader import SourceFolder
+from alibi_lm.utils.errors import CheckpointError, Problem
+
+
+class Mismatch(Exception):
+    """What differs, and what the user can do."""
+
+    def __init__(self, rule: str, fix: str = "nothing is left behind; report this") -> None:
+        super().__init__(rule)
+        self.rule, self.fix = rule, fix
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """No progress bars and no advice from `transformers`."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def stock_class(name: str) -> Any:
+    """The class of `transformers` of this name."""
+    from transformers.models.bloom.modeling_bloom import BloomForCausalLM
+    from transformers.models.mpt.modeling_mpt import MptForCausalLM
+
+    return {"BloomForCausalLM": BloomForCausalLM, "MptForCausalLM": MptForCausalLM}[name]
+
+
+def stock_config(folder: Path, raw: dict[str, Any], reading: Reading) -> Any:
+    """The class's own reading of a config.json, defaults and all.
+
+    Raises:
+        CheckpointError: the class cannot read it.
+    """
+    kind = stock_class(reading.layout.class_name).config_class
+    try:
+        return kind.from_dict(raw)
+    except Exception as error:  # the class raises errors of several kinds on what it cannot read
+        detail = " ".join(str(error).split())[:160]
+        rule = f"is not what {kind.__name__} reads ({detail})"
+        key = f"{folder}/config.json"
+        raise CheckpointError(Problem(key, None, rule, "restore the folder")) from None
+
+
+def load_model(folder: Path, class_name: str) -> Any:
+    """The folder's model in fp32, as `AutoModelForCausalLM` gives it; code in it is not run.
+
+    Raises:
+        Mismatch: it cannot be loaded, another class comes out, or a tensor is missing or left over.
+    """
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=torch.float32,
+            attn_implementation="eager",
+            output_loading_info=True,
+            local_files_only=True,
+            trust_remote_code=False,
+        )
+    except Exception as error:  # what it makes of a config's other keys raises errors of many kinds
+        detail = " ".join(f"{type(error).__name__}: {error}".split())[:160]
+        raise Mismatch(f"transformers cannot load it ({detail})", "mend the folder") from None
+    amiss = {kind: sorted(map(str, names)) for kind, names in report.items() if names}
+    if amiss or type(model).__name__ != class_name:
+        raise Mismatch(f"{type(model).__name__} loads it with {amiss or 'nothing amiss'}")
+    return model.eval()
+
+
+class StockLayers:
+    """A stock model of which one block, or a part of the embedding, is in memory.
+
+    The class itself computes: it is made with a single block, whose weights are put in turn.
+    """
+
+    def __init__(
+        self, config: Any, reading: Reading, source: SourceFolder, dtype: torch.dtype
+    ) -> None:
+        """Make the class on no device.
+
+        Args:
+            config: its config.
+            reading: how its tensors are called.
+            source: the folder, which gives a tensor by the class's name for it.
+            dtype: type to compute in.
+        """
+        self.reading, self.source, self.dtype = reading, source, dtype
+        self.tied = bool(config.tie_word_embeddings)
+        one = copy.deepcopy(config)
+        setattr(one, reading.num_blocks, 1)
+        kind = stock_class(reading.layout.class_name)
+        with torch.device("meta"):
+            self.model = kind._from_config(one, attn_implementation="eager").eval()
+        self.base = self.model.base_model
+        self.norm = getattr(self.base, reading.norm)
+        if reading.embedding_norm is not None:
+            self.embedding_norm = getattr(self.base, reading.embedding_norm)
+
+    def _fill(self, module: nn.Module, name: str) -> None:
+        module.to("meta")  # what it held goes before more comes
+        state = {
+            key: self.source.tensor(f"{name}.{key}").to(self.dtype) for key in module.state_dict()
+        }
+        module.load_state_dict(state, assign=True)
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Rows [start, stop) of the embedding, before its norm."""
+        name = self.reading.prefix + self.reading.embedding
+        return self.source.rows(f"{name}.weight", start, stop).to(self.dtype)
+
+    def place(self, index: int, last: int) -> None:
+        """Put block `index` in; before the first the embedding's norm, after the last the final."""
+        reading = self.reading
+        blocks = getattr(self.base, reading.blocks)
+        self._fill(blocks[0], f"{reading.prefix}{reading.blocks}.{index}")
+        if reading.embedding_norm is not None:
+            if index == 0:
+                self._fill(self.embedding_norm, reading.prefix + reading.embedding_norm)
+            norm = self.embedding_norm if index == 0 else nn.Identity()
+            setattr(self.base, reading.embedding_norm, norm)
+        if index == last:
+            self._fill(self.norm, reading.prefix + reading.norm)
+        setattr(self.base, reading.norm, self.norm if index == last else nn.Identity())
+
+    def remove(self) -> None:
+        """Take the block out."""
+        getattr(self.base, self.reading.blocks)[0].to("meta")
+
+    def block(self, hidden: Tensor, step_tokens: int) -> Tensor:
+        """[1, T, d] through the block that is in."""
+        parts = hidden_states(self.model, hidden, step_tokens)
+        return torch.cat([part for _, part in parts], dim=1)
+
+    def step(self, hidden: Tensor, state: CachedState) -> Tensor:
+        """[1, n, d] through the block that is in, after what `state` holds of it."""
+        return state.read(self.model, "inputs_embeds", hidden)
+
+    def output(self, start: int, stop: int) -> Callable[[Tensor], Tensor]:
+        """The output layer for vocabulary ids [start, stop), of normed hidden states."""
+        name = self.reading.prefix + self.reading.embedding if self.tied else "lm_head"
+        layer = self.model.get_output_embeddings()
+        part = self.source.rows(f"{name}.weight", start, stop).to(self.dtype)
+        layer.weight = nn.Parameter(part, requires_grad=False)
+        return cast("Callable[[Tensor], Tensor]", layer)
+
+
+class CachedState:
+    """What a stock model's cache holds, and of how many tokens."""
+
+    def __init__(self) -> None:
+        self.length = 0
+        self._kept: dict[str, Any] = {}
+
+    def read(self, model: Any, key: str, part: Tensor) -> Tensor:
+        """Normed hidden states [1, n, d] of tokens [1, n] or embeddings [1, n, d], kept too."""
+        self.length += part.shape[1]
+        # With a mask, BLOOM makes its bias by a method that the exact comparison can replace.
+        mask = torch.ones(1, self.length, dtype=torch.int64)
+        out = model.base_model(**{key: part}, attention_mask=mask, use_cache=True, **self._kept)
+        name = "cache" if "cache" in out else "past_key_values"  # renamed in transformers 5
+        self._kept = {name: out[name]}
+        return cast(Tensor, out.last_hidden_state)
+
+
+def hidden_states(model: Any, source: Tensor, step_tokens: int) -> Iterator[tuple[int, Tensor]]:
+    """(first position, normed hidden states [1, n, d]) of each portion, kept in a cache.
+
+    `source` is tokens [1, T] or embeddings [1, T, d].
+    """
+    key = "inputs_embeds" if source.is_floating_point() else "input_ids"
+    if step_tokens >= source.shape[1]:
+        yield 0, model.base_model(**{key: source}, use_cache=False).last_hidden_state
+        return
+    state = CachedState()
+    for part in source.split(step_tokens, dim=1):
+        yield state.length, state.read(model, key, part)
+
+
+@contextmanager
+def bias_from_the_end(model: Any) -> Iterator[None]:
+    """Have BLOOM's bias zero at the newest key, as MPT's is; softmax does not see the shift."""
+    base = model.base_model
+    original = getattr(base, "build_alibi_tensor", None)
+    if original is None:
+        yield
+        return
+
+    def shifted(mask: Tensor, num_heads: int, dtype: torch.dtype) -> Tensor:
+        slopes = original(torch.ones(1, 2, dtype=mask.dtype), num_heads, torch.float32)[..., 1:]
+        distance = torch.arange(1 - mask.shape[1], 1)
+        return slopes.to(dtype) * distance
+
+    base.build_alibi_tensor = shifted
+    try:
+        yield
+    finally:
+        del base.build_alibi_tensor

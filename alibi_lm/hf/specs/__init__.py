@@ -1,0 +1,1 @@
+"""How each transformers class lays out its weights."""

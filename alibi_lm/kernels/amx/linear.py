@@ -1,0 +1,86 @@
+"""Linear layers in bf16 on the CPU, whose weight gradients run at the speed of other products.
+
+A product with a transposed first operand runs at half speed or less in torch's library.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from alibi_lm.kernels.amx.build import unavailable
+
+SMALLEST = 256
+"""Rows and widths below which packing gains nothing."""
+LANES = 16
+"""The values' width must be a multiple of this."""
+
+
+def linear(values: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`F.linear`, with the same results and the same gradients up to the order of sums.
+
+    Under torch.compile it is that itself: a product that the compiler sees.
+    """
+    if torch.compiler.is_compiling() or not (
+        weight.requires_grad
+        and torch.is_grad_enabled()
+        and values.dtype == weight.dtype == torch.bfloat16
+        and values.device.type == "cpu"
+        and not torch.is_autocast_enabled("cpu")
+        and unavailable() is None
+    ):
+        return F.linear(values, weight, bias)
+    return _Linear.apply(values, weight, bias)
+
+
+def weight_gradient(gradient: Tensor, values: Tensor) -> Tensor:
+    """gradient^T values [M, K] of gradient [N, M] and values [N, K]."""
+    if not _worth_packing(gradient, values):
+        return gradient.t() @ values
+    result = values.new_empty(gradient.shape[1], values.shape[1])
+    torch.ops.alibi_lm.weight_gradient(gradient, values, result)
+    return result
+
+
+def add_weight_gradient(total: Tensor, gradient: Tensor, values: Tensor) -> bool:
+    """Add gradient^T values to the fp32 total [M, K] without rounding; False where it cannot."""
+    if not _worth_packing(gradient, values):
+        return False
+    torch.ops.alibi_lm.weight_gradient(gradient, values, total)
+    return True
+
+
+def _worth_packing(gradient: Tensor, values: Tensor) -> bool:
+    return (
+        gradient.dtype == values.dtype == torch.bfloat16
+        and gradient.device.type == "cpu"
+        and min(*gradient.shape, values.shape[1]) >= SMALLEST
+        and values.shape[1] % LANES == 0
+        and gradient.stride(1) == values.stride(1) == 1
+        and unavailable() is None
+    )
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(values, weight)
+        return F.linear(values, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        values, weight = ctx.saved_tensors
+        flat = gradient.reshape(-1, gradient.shape[-1])
+        d_values = d_weight = d_bias = None
+        if ctx.needs_input_grad[0]:
+            d_values = (flat @ weight).view_as(values)
+        if ctx.needs_input_grad[1]:
+            d_weight = weight_gradient(flat, values.reshape(-1, values.shape[-1]))
+        if ctx.needs_input_grad[2]:
+            d_bias = flat.sum(0)
+        return d_values, d_weight, d_bias

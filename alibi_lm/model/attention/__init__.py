@@ -1,0 +1,1 @@
+"""Attention with linear biases: the kernel table and its kernels."""

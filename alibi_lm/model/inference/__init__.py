@@ -1,0 +1,1 @@
+"""KV caches, long scoring and generation."""

@@ -1,0 +1,189 @@
+"""Losses of a long input in linear time and memory: layer by layer, as far as horizons reach.
+
+A layer goes over the whole input before the next one starts, chunk by chunk, so that the norms of
+all keys before a query are known when something is left out. What is kept for every token is the
+layer's input and its output: at most 8 x hidden size bytes in fp32 (of the last layer only losses
+are kept). Keys and values are kept as far back as recent chunks have read. A query that reaches
+further back makes them again from the layer's input, so its output is as near to the dense one as
+any. Heads may be split over ranks: each reads as far back as its own heads need, which takes
+nothing from the other ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from alibi_lm.model.decoder import Decoder
+from alibi_lm.model.layers import Block
+from alibi_lm.model.pruning.block_sparse import BLOCK, NEAR, Reach
+from alibi_lm.model.pruning.bounds import KeyBall
+from alibi_lm.model.pruning.pruned_attention import CHUNK, attend
+
+Observer = Callable[[int, int, Tensor, Tensor], None]
+"""Called for every layer and chunk: the layer, the first position, q [H, n, D], k [KV, n, D]."""
+
+DENSE_UP_TO = 2048
+"""Inputs of at most this many tokens are computed densely: horizons would save nothing."""
+MOST_KEPT = 32768
+"""Keys and values kept at most, in tokens."""
+
+
+@dataclass
+class LongReport:
+    """How far the heads of each layer read, and how often that was further than what was kept."""
+
+    reaches: list[list[Reach]] = field(default_factory=list)
+    """Of each layer, chunk by chunk."""
+    num_tokens: int = 0
+    """Queries of one layer."""
+    made_again: int = 0
+    """Keys, over all layers, that were made again because a query reached back so far."""
+    kept: int = 0
+    """Most keys and values that a layer kept, in tokens."""
+
+    def heads(self) -> Tensor:
+        """[layers, blocks, H] int64: keys read before each block, all inputs one after another."""
+        return torch.stack(
+            [torch.cat([part.keys.T for part in reaches]) for reaches in self.reaches]
+        )
+
+    def add(self, layer: int, reaches: list[Reach], made_again: int, kept: int) -> None:
+        """Take up one layer's chunk."""
+        while len(self.reaches) <= layer:
+            self.reaches.append([])
+        self.reaches[layer] += reaches
+        self.made_again += made_again
+        self.kept = max(self.kept, kept)
+
+
+def why_dense(decoder: Decoder) -> str | None:
+    """Why horizons cannot be had for this model, or None where they can."""
+    config = decoder.config
+    if config.position != "alibi":
+        return f"positions are {config.position}, and only alibi's biases make far keys vanish"
+    if config.window is not None:
+        return f"the model has a window of {config.window} keys already"
+    weight = decoder.embedding.weight
+    if weight.device.type != "cpu" or weight.dtype == torch.float64:
+        return f"there is no kernel for {weight.dtype} on {weight.device.type}"
+    return None
+
+
+def long_losses(
+    decoder: Decoder,
+    tokens: Tensor,
+    targets: Tensor,
+    epsilon: float,
+    report: LongReport | None = None,
+    observe: Observer | None = None,
+) -> Tensor:
+    """`Decoder.losses` of one sequence, each head and row within `epsilon` of its probability.
+
+    Args:
+        decoder: a model of which `why_dense` says nothing.
+        tokens: [T] int64.
+        targets: [T] int64.
+        epsilon: probability that each head and row may leave out, above 0 and below 1.
+        report: takes up what was read.
+        observe: sees all queries and keys.
+
+    Returns:
+        Losses fp32 [T].
+
+    Raises:
+        ValueError: the model has no horizons, or epsilon is out of range.
+    """
+    reason = why_dense(decoder)
+    if reason is not None:
+        raise ValueError(f"no horizons: {reason}")
+    if not 0 < epsilon < 1:
+        raise ValueError(f"epsilon = {epsilon} is not in (0, 1)")
+    report = LongReport() if report is None else report
+    report.num_tokens += len(tokens)
+    losses = torch.empty(len(tokens), dtype=torch.float32)
+    with torch.no_grad():
+        _run(decoder, tokens, targets, epsilon, report, losses, observe)
+    return losses
+
+
+def _run(
+    decoder: Decoder,
+    tokens: Tensor,
+    targets: Tensor,
+    epsilon: float,
+    report: LongReport,
+    losses: Tensor,
+    observe: Observer | None,
+) -> None:
+    weight = decoder.embedding.weight
+    buffers = [
+        weight.new_empty(len(tokens), weight.shape[1]) for _ in range(min(2, len(decoder.blocks)))
+    ]
+    chunks = [(first, min(first + CHUNK, len(tokens))) for first in range(0, len(tokens), CHUNK)]
+    # All at once, because ranks that share the table look tokens up together.
+    for first, stop in chunks:
+        buffers[0][first:stop] = decoder.embedding(tokens[None, first:stop], first)[0]
+    for index, block in enumerate(decoder.blocks):
+        layer = _Layer(cast(Block, block), buffers[index % 2], epsilon)
+        if observe is not None:
+            layer.observe = partial(observe, index)
+        last = index + 1 == len(decoder.blocks)
+        for first, stop in chunks:
+            before = layer.made_again
+            hidden, reaches = layer.chunk(first, stop)
+            report.add(index, reaches, layer.made_again - before, layer.keys.shape[1])
+            if last:
+                target = targets[None, first:stop]
+                losses[first:stop] = decoder.hidden_losses(hidden[None], target)[0]
+            else:
+                buffers[1 - index % 2][first:stop] = hidden
+
+
+class _Layer:
+    """One block on its way over the input: the `Source` of its keys and values so far."""
+
+    def __init__(self, block: Block, inputs: Tensor, epsilon: float) -> None:
+        assert block.attention.slopes is not None
+        self.block, self.inputs, self.epsilon = block, inputs, epsilon
+        self.slopes = block.attention.slopes
+        self.start = 0
+        self.made_again = 0
+        self.observe: Callable[[int, Tensor, Tensor], None] | None = None
+        self._keep = 0
+
+    def chunk(self, first: int, stop: int) -> tuple[Tensor, list[Reach]]:
+        """The block's output [n, hidden_size] at positions [first, stop), and its reaches."""
+        hidden = self.inputs[None, first:stop]
+        q, k, v = (x[0] for x in self.block.attention.project(self.block.attention_norm(hidden)))
+        if self.observe is not None:
+            self.observe(first, q, k)
+        self._append(k, v, first)
+        mixed, reaches = attend(q, self, first, self.slopes, self.epsilon)
+        self._keep = max(NEAR, *(int(reach.keys.max()) for reach in reaches))
+        hidden = hidden + self.block.attention.output(mixed.transpose(0, 1).flatten(1)[None])
+        return (hidden + self.block.mlp(self.block.mlp_norm(hidden)))[0], reaches
+
+    def read(self, first: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [KV, n, D] of positions that are no longer kept."""
+        self.made_again += stop - first
+        normed = self.block.attention_norm(self.inputs[None, first:stop])
+        _, k, v = self.block.attention.project(normed)
+        return k[0], v[0]
+
+    def _append(self, k: Tensor, v: Tensor, first: int) -> None:
+        """Add a chunk's keys and values; keep of those before what the last chunk has read."""
+        if first == 0:
+            self.ball = KeyBall(k)
+            self.keys, self.values = k.contiguous(), v.contiguous()
+        else:
+            keep = min(-(-self._keep // BLOCK) * BLOCK, MOST_KEPT, self.keys.shape[1])
+            self.start = first - keep
+            self.keys = torch.cat([self.keys[:, self.keys.shape[1] - keep :], k], dim=1)
+            self.values = torch.cat([self.values[:, self.values.shape[1] - keep :], v], dim=1)
+        self.ball.add(k)

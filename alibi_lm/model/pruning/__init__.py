@@ -1,0 +1,1 @@
+"""Attention that leaves out keys whose weight is provably negligible."""

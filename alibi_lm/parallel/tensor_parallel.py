@@ -1,0 +1,255 @@
+"""Linear layers and embeddings split over tensor-parallel ranks, and their collectives.
+
+Source: Shoeybi et al., "Megatron-LM" (2019), section 3. At size 1 all of them are the plain
+operations, with nothing added to the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from alibi_lm.kernels.amx.linear import linear
+from alibi_lm.parallel.mesh import Axis
+from alibi_lm.parallel.shard import Interval, Shard, mark
+
+
+class _Spread(torch.autograd.Function):
+    """The same values on every rank; gradients are summed over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, tp: Axis) -> Tensor:
+        ctx.tp = tp
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        # A copy: what autograd passes on may be somebody else's gradient too.
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(grad, group=ctx.tp.group)
+        return grad, None
+
+
+class _Sum(torch.autograd.Function):
+    """The sum of all ranks' values, in place; each rank has the sum's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, tp: Axis) -> Tensor:
+        ctx.mark_dirty(values)
+        dist.all_reduce(values, group=tp.group)
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _Join(torch.autograd.Function):
+    """All ranks' values joined along the last dimension; each rank has its part's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, tp: Axis) -> Tensor:
+        ctx.tp = tp
+        parts = [torch.empty_like(values) for _ in range(tp.size)]
+        dist.all_gather(parts, values.contiguous(), group=tp.group)
+        return torch.cat(parts, dim=-1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.chunk(ctx.tp.size, dim=-1)[ctx.tp.rank], None
+
+
+class _SumOfCopies(torch.autograd.Function):
+    """A weight that `copies` neighbouring ranks hold alike; its gradients are summed over them."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, tp: Axis, copies: int) -> Tensor:
+        ctx.tp, ctx.copies = tp, copies
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        # One sum over the whole group, each set of copies in its own place: no further groups.
+        tp, copies = ctx.tp, ctx.copies
+        places = grad.new_zeros(tp.size // copies, *grad.shape)
+        places[tp.rank // copies] = grad
+        dist.all_reduce(places, group=tp.group)
+        # A copy: a view would keep all places for as long as the gradient.
+        return places[tp.rank // copies].clone(), None, None
+
+
+def spread(values: Tensor, tp: Axis) -> Tensor:
+    """What every rank holds alike, on its way into a split layer."""
+    return values if tp.size == 1 else _Spread.apply(values, tp)
+
+
+def join(values: Tensor, tp: Axis) -> Tensor:
+    """All ranks' equally wide [..., n] as [..., size n], in rank order."""
+    return values if tp.size == 1 else _Join.apply(values, tp)
+
+
+class Linear(nn.Linear):
+    """A linear layer whose parameters are drawn later, by their names."""
+
+    def reset_parameters(self) -> None:
+        """Leave the parameters unset."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Outputs of a column-split layer that are split as one."""
+
+    width: int
+    """Outputs of the whole layer."""
+    copies: int = 1
+    """Each slice is held by this many neighbouring ranks, so there are size / copies slices."""
+
+    def interval(self, offset: int, tp: Axis) -> Interval:
+        """The rank's slice, in a dimension where the part begins at `offset`."""
+        slices = tp.size // self.copies
+        assert self.width % slices == 0, f"{self.width} outputs over {slices} slices"
+        share = self.width // slices
+        return Interval(offset + tp.rank // self.copies * share, share)
+
+
+class ColumnLinear(Linear):
+    """A linear layer whose outputs are split: each rank has its slice of every part, in order.
+
+    Parts that several ranks hold alike come last, and are parameters of their own
+    (`copied_weight`, `copied_bias`), because norms and checkpoints count them differently. In the
+    whole layer they are rows of `weight` and `bias` like the others.
+    """
+
+    def __init__(self, in_features: int, parts: Sequence[Part], *, bias: bool, tp: Axis) -> None:
+        if tp.size == 1:
+            parts = [Part(part.width) for part in parts]
+        offsets = [sum(part.width for part in parts[:index]) for index in range(len(parts) + 1)]
+        whole = (offsets.pop(), in_features)
+        own, copied = (
+            tuple(
+                part.interval(offset, tp)
+                for part, offset in zip(parts, offsets, strict=True)
+                if (part.copies > 1) is copies
+            )
+            for copies in (False, True)
+        )
+        super().__init__(in_features, sum(part.length for part in own), bias=bias)
+        self.tp = tp
+        self.copies = max(part.copies for part in parts)
+        if tp.size > 1:
+            self._mark("weight", "bias", whole, own, counts=True)
+        if copied:
+            rows = sum(part.length for part in copied)
+            self.copied_weight = nn.Parameter(torch.empty(rows, in_features))
+            if bias:
+                self.copied_bias = nn.Parameter(torch.empty(rows))
+            counts = tp.rank % self.copies == 0
+            self._mark("copied_weight", "copied_bias", whole, copied, counts=counts)
+
+    def _mark(
+        self,
+        weight: str,
+        bias: str,
+        whole: tuple[int, int],
+        intervals: tuple[Interval, ...],
+        *,
+        counts: bool,
+    ) -> None:
+        length = sum(part.length for part in intervals)
+        mark(getattr(self, weight), Shard(whole, 0, intervals, length, counts, "weight"))
+        if self.bias is not None:
+            mark(getattr(self, bias), Shard(whole[:1], 0, intervals, length, counts, "bias"))
+
+    def forward(self, values: Tensor) -> Tensor:
+        """[..., in_features], the same on every rank, to [..., the rank's outputs]."""
+        if self.tp.size == 1:
+            return linear(values, self.weight, self.bias)
+        return self.forward_split(values)
+
+    def forward_split(self, values: Tensor) -> Tensor:
+        """`forward` of one of several ranks."""
+        values = spread(values, self.tp)
+        out = linear(values, self.weight, self.bias)
+        if self.copies == 1:
+            return out
+        weight = _SumOfCopies.apply(self.copied_weight, self.tp, self.copies)
+        bias = None
+        if self.bias is not None:
+            bias = _SumOfCopies.apply(self.copied_bias, self.tp, self.copies)
+        return torch.cat([out, linear(values, weight, bias)], dim=-1)
+
+
+class RowLinear(Linear):
+    """A linear layer whose inputs are split: the sum of the ranks' products, and the bias once."""
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool, tp: Axis) -> None:
+        part = Part(in_features).interval(0, tp)
+        super().__init__(part.length, out_features, bias=bias)
+        self.tp = tp
+        if tp.size > 1:
+            mark(self.weight, Shard((out_features, in_features), 1, (part,), part.length))
+
+    def forward(self, values: Tensor) -> Tensor:
+        """[..., the rank's inputs] to [..., out_features], the same on every rank."""
+        if self.tp.size == 1:
+            return linear(values, self.weight, self.bias)
+        return self.forward_split(values)
+
+    def forward_split(self, values: Tensor) -> Tensor:
+        """`forward` of one of several ranks."""
+        out = cast(Tensor, _Sum.apply(linear(values, self.weight), self.tp))
+        return out if self.bias is None else out + self.bias
+
+
+def vocabulary_weight(vocab_size: int, width: int, tp: Axis) -> nn.Parameter:
+    """An unset [the rank's token ids, width]; the vocabulary is padded to a multiple of the size.
+
+    The padding's rows are 0, and stay so if their gradients are.
+    """
+    share = -(-vocab_size // tp.size)
+    weight = nn.Parameter(torch.empty(share, width))
+    if tp.size > 1:
+        start = min(tp.rank * share, vocab_size)
+        rows = Interval(start, min(share, vocab_size - start))
+        mark(weight, Shard((vocab_size, width), 0, (rows,), share))
+    return weight
+
+
+def vocabulary_embedding(tokens: Tensor, weight: Tensor, tp: Axis) -> Tensor:
+    """Rows [..., width] of the tokens, of a `vocabulary_weight`; the same on every rank."""
+    if tp.size == 1:
+        return F.embedding(tokens, weight)
+    local = tokens - tp.rank * weight.shape[0]
+    elsewhere = (local < 0) | (local >= weight.shape[0])
+    rows = F.embedding(local.masked_fill(elsewhere, 0), weight)
+    return _Sum.apply(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0), tp)
+
+
+def vocabulary_logits(hidden: Tensor, weight: Tensor, vocab_size: int, tp: Axis) -> Tensor:
+    """hidden [..., width] to the logits [..., vocab_size] of a `vocabulary_weight`."""
+    logits = F.linear(spread(hidden, tp), weight)
+    return logits if tp.size == 1 else join(logits, tp)[..., :vocab_size]
+
+
+def split_columns(shape: tuple[int, int], tp: Axis) -> nn.Parameter:
+    """An unset matrix of which each rank has its slice of the columns."""
+    part = Part(shape[1]).interval(0, tp)
+    parameter = nn.Parameter(torch.empty(shape[0], part.length))
+    if tp.size > 1:
+        mark(parameter, Shard(shape, 1, (part,), part.length))
+    return parameter
+
+
+def split_vector(length: int, tp: Axis) -> nn.Parameter:
+    """An unset vector of which each rank has its slice."""
+    part = Part(length).interval(0, tp)
+    parameter = nn.Parameter(torch.empty(part.length))
+    if tp.size > 1:
+        mark(parameter, Shard((length,), 0, (part,), part.length))
+    return parameter

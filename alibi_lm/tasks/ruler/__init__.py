@@ -1,0 +1,1 @@
+"""The tasks of RULER (arXiv 2404.06654)."""

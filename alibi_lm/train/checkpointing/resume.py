@@ -1,0 +1,125 @@
+"""Finding the checkpoint that a run goes on from, and whether its config allows it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from alibi_lm.checkpoint.folder import (
+    CHECKPOINTS,
+    CONFIG,
+    damage,
+    every_step_folder,
+    latest_problem,
+    read_meta,
+)
+from alibi_lm.config import Config, load_config
+from alibi_lm.config_loading import flatten
+from alibi_lm.train.distributed import gather, rank, world_size
+from alibi_lm.utils.errors import CheckpointError, ConfigError, Problem
+from alibi_lm.utils.logging import console
+
+# What may change when a run goes on; everything else would make it another experiment.
+MAY_CHANGE = (
+    "run.dir",
+    "parallel",
+    "deepspeed",
+    "data.validation",
+    "train.micro_batch_size",
+    "train.gradient_accumulation_steps",
+    "train.num_steps",
+    "train.activation_checkpointing",
+    "train.compile",
+    "train.log_interval",
+    "train.checkpoint_interval",
+    "train.keep_last",
+    "train.keep_every",
+    "train.validation_interval",
+    "train.validation_multiples",
+    "train.validation_tokens",
+    "train.peak_flops",
+    "train.max_minutes",
+    "train.silence_seconds",
+    "train.hang_minutes",
+    "train.wandb",
+)
+
+# Files may move; their content is compared by digest (see `data_problems`).
+COMPARED_BY_CONTENT = ("data.corpora", "data.tokenizer")
+
+
+def config_problems(old: Config, new: Config) -> Iterator[Problem]:
+    """Every setting that differs from the run's and may not."""
+    before, now = flatten(old), flatten(new)
+    for key in sorted(before.keys() | now.keys()):
+        if any(key == name or key.startswith(f"{name}.") for name in MAY_CHANGE):
+            continue
+        if key in COMPARED_BY_CONTENT or before.get(key) == now.get(key):
+            continue
+        rule = f"was {before.get(key)!r} when the run began, and may not change"
+        yield Problem(key, now.get(key), rule, "set it back, or give the new run its own run.dir")
+
+
+def data_problems(meta: dict[str, Any], data: dict[str, Any]) -> Iterator[Problem]:
+    """Corpora, weights or tokenizer that are not those the run was trained on."""
+    fix = "give the same token files in the same order, or a new run.dir"
+    if meta["data"]["corpora"] != data["corpora"]:
+        yield Problem("data.corpora", None, "are not the run's corpora or weights", fix)
+    if meta["data"]["tokenizer"] != data["tokenizer"]:
+        yield Problem("data.tokenizer", None, "is not the run's tokenizer", fix)
+
+
+def find_checkpoint(run: Path) -> tuple[Path, dict[str, Any]] | None:
+    """The newest undamaged checkpoint of a run, or None where it has none at all.
+
+    Every rank verifies its share of the files. Damaged ones are named and left in place.
+
+    Raises:
+        CheckpointError: on every rank, if there are checkpoints but none is whole.
+    """
+    damaged: list[Problem] = []
+    folders = gather(every_step_folder(run))[0]
+    for folder in reversed(folders):
+        problems: list[Problem] = []
+        meta: dict[str, Any] = {}
+        try:
+            meta = read_meta(folder)
+            problems.extend(damage(folder, meta, rank(), world_size()))
+        except CheckpointError as error:
+            problems.extend(error.problems)
+        found = list(dict.fromkeys(problem for part in gather(problems) for problem in part))
+        if not found:
+            if (stale := latest_problem(run, folder, folders[-1])) is not None:
+                console.warn(str(stale))
+            return folder, meta
+        for problem in found:
+            console.warn(f"damaged checkpoint: {problem}")
+        damaged.extend(found)
+    if damaged:
+        rule = "holds no undamaged checkpoint"
+        fix = "restore a file, or move the folder away to start from the beginning"
+        raise CheckpointError(*damaged, Problem(str(run / CHECKPOINTS), None, rule, fix))
+    return None
+
+
+def check_resumable(
+    folder: Path, meta: dict[str, Any], config: Config, data: dict[str, Any]
+) -> None:
+    """Refuse to go on with what would be another experiment.
+
+    Raises:
+        ConfigError: naming every setting that differs and may not.
+    """
+    old = load_config(folder / CONFIG)
+    problems = [*config_problems(old, config), *data_problems(meta, data)]
+    if meta.get("weights_only"):
+        rule, fix = "holds no optimizer state to go on from", "give it to train.init_from instead"
+        problems.append(Problem(str(folder), None, rule, fix))
+    if int(meta["step"]) > config.train.num_steps:
+        rule = f"the run has already done {meta['step']} steps"
+        problems.append(
+            Problem("train.num_steps", config.train.num_steps, rule, "give at least that many")
+        )
+    if problems:
+        raise ConfigError(*problems)

@@ -1,0 +1,1 @@
+"""The training engines: everything that knows the insides of DeepSpeed."""

@@ -1,0 +1,1 @@
+"""Heartbeats, failure detection and preemption."""

@@ -1,0 +1,148 @@
+"""Ending a job in which a rank has died, lost its host or got stuck, with one line that says so.
+
+Every rank has a thread that tells rank 0 once a second that it lives, what it does and whether it
+moves on, over a connection of its own: the collectives know nothing of it. Rank 0 judges
+(`verdict.Judge`) and tells all; that rank 0 itself is gone, each of the others sees for itself.
+A rank that is told ends its process at once, since its main thread may hang in a collective.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from alibi_lm.train.distributed import gather, rank, world_size
+from alibi_lm.train.fault_tolerance.connection import Link, listen
+from alibi_lm.train.fault_tolerance.failure_detector import GRACE, Beat, Limits, Verdict
+from alibi_lm.train.fault_tolerance.heartbeat import Progress
+from alibi_lm.train.fault_tolerance.heartbeat_server import Client, Hub, Watcher
+from alibi_lm.utils.errors import EXIT_INTERRUPTED, UserError
+from alibi_lm.utils.logging import console
+
+_CONNECT_SECONDS = 20.0
+_STOP_SECONDS = 10.0
+_WRITE_SECONDS = 5.0
+_LINGER_SECONDS = 3.0
+
+
+@contextmanager
+def watched(address: str, limits: Limits, progress: Progress, log: Path) -> Iterator[None]:
+    """Watch all ranks while the body runs; every rank enters it. `address` is rank 0's.
+
+    The process ends inside with the verdict's code if a rank is lost. An error of the body is
+    told to the other ranks, so that they end too, and raised.
+    """
+    if world_size() == 1:
+        yield
+        return
+    watcher = _start(
+        address, limits, progress, Ending(log, 0.0 if rank() == 0 else _LINGER_SECONDS)
+    )
+    if watcher is None:
+        yield
+        return
+    try:
+        yield
+    except BaseException as error:
+        if is_communication_failure(error):
+            # Some rank has gone: wait until it is known which, and the thread ends the process.
+            progress.failed = " ".join(str(error).split())[:500]
+            watcher.join((limits.silence or 60.0) + 2 * GRACE)
+        _leave(watcher, error)
+        raise
+    watcher.stop(None, _STOP_SECONDS)
+
+
+def is_communication_failure(error: BaseException) -> bool:
+    """Whether a collective failed because of another rank or the network, not of the program."""
+    if isinstance(error, dist.DistError):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and ("gloo/transport" in text or "NCCL error" in text)
+
+
+def _leave(watcher: Watcher, error: BaseException) -> None:
+    if isinstance(error, UserError) and error.on_every_rank:
+        watcher.stop(None, _STOP_SECONDS)
+    elif isinstance(error, UserError):
+        watcher.stop(Beat(left=error.exit_code), _STOP_SECONDS)
+    elif isinstance(error, KeyboardInterrupt):
+        watcher.stop(Beat(left=EXIT_INTERRUPTED), _STOP_SECONDS)
+    else:
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        watcher.stop(Beat(left=1, why=text[:300]), _STOP_SECONDS)
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a verdict ends this process."""
+
+    log: Path
+    """train.log, in which the line is written too."""
+    linger: float
+    """Seconds to stay after speaking, so that the host's other ranks see that one has spoken."""
+
+    def __call__(self, verdict: Verdict, speak: bool) -> None:
+        """End the process; `speak` says whether it is this rank that writes the line."""
+        if speak and verdict.line is not None:
+            line = verdict.line
+            # The terminal or the storage may be what is gone: neither may hold up the end.
+            writer = threading.Thread(target=self._write, args=(line,), daemon=True)
+            writer.start()
+            writer.join(_WRITE_SECONDS)
+            time.sleep(self.linger)
+        os._exit(verdict.code)
+
+    def _write(self, line: str) -> None:
+        if console.muted:
+            console.muted = False
+            if self.log.parent.is_dir():
+                console.log_to(self.log)
+        console.error(line)
+
+
+def _start(
+    address: str, limits: Limits, progress: Progress, end: Callable[[Verdict, bool], None]
+) -> Watcher | None:
+    """Connect every rank with rank 0; None, with a warning, where that cannot be done."""
+    listener = listen() if rank() == 0 else None
+    port = None if listener is None else int(listener.getsockname()[1])
+    own = {"host": socket.gethostname(), "pid": os.getpid(), "port": port}
+    table = gather(own | {"token": secrets.token_hex(16)})
+    token, link, failure = table[0]["token"], None, None
+    if listener is None:
+        try:
+            link = Link.connect(address, table[0]["port"], _CONNECT_SECONDS)
+            link.send({"rank": rank(), "token": token})
+        except OSError as error:
+            failure = f"rank {rank()} on {own['host']}: {error}"
+    failures = [text for text in gather(failure) if text is not None]
+    if failures:
+        console.warn(
+            "ranks that die or hang will not be told of: rank 0 cannot be reached at "
+            f"{address}:{table[0]['port']} by {len(failures)} ranks, first {failures[0]}"
+        )
+        for opened in (listener, link):
+            if opened is not None:
+                opened.close()
+        return None
+    hosts = [str(entry["host"]) for entry in table]
+    watcher: Watcher
+    if listener is not None:
+        watcher = Hub(listener, token, hosts, limits, progress, end)
+    else:
+        assert link is not None
+        pids = [int(entry["pid"]) for entry in table]
+        place = (address, int(table[0]["port"]), token)
+        watcher = Client(rank(), place, link, hosts, pids, limits, progress, end)
+    watcher.start()
+    return watcher

@@ -1,0 +1,1 @@
+"""Metrics, metric writers and hardware figures."""

@@ -1,0 +1,236 @@
+"""Starting or resuming a run: what `launch/pretrain.py` does on every rank."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from alibi_lm.checkpoint.folder import CONFIG, read_meta, resolve_step
+from alibi_lm.checkpoint.step import open_run
+from alibi_lm.config import Config
+from alibi_lm.config_loading import apply_overrides, digest, examine, load_yaml, to_dict, to_yaml
+from alibi_lm.model.flops import num_parameters
+from alibi_lm.parallel.mesh import make_mesh
+from alibi_lm.parallel.rules import layout_problems
+from alibi_lm.train.checkpointing.resume import check_resumable, find_checkpoint
+from alibi_lm.train.checkpointing.save import clear_leftovers
+from alibi_lm.train.data import Inputs, open_inputs
+from alibi_lm.train.distributed import (
+    join_process_group,
+    raise_if_different,
+    rank,
+    together,
+    world_size,
+)
+from alibi_lm.train.engine.base import Engine
+from alibi_lm.train.engine.compile import check_compiler
+from alibi_lm.train.engine.deepspeed_config import (
+    batch_problems,
+    block_problems,
+    deepspeed_block,
+    deepspeed_config,
+    stage_problems,
+)
+from alibi_lm.train.engine.factory import make_engine
+from alibi_lm.train.fault_tolerance.failure_detector import Limits
+from alibi_lm.train.fault_tolerance.heartbeat import Progress
+from alibi_lm.train.fault_tolerance.preemption import Preemption
+from alibi_lm.train.fault_tolerance.watchdog import watched
+from alibi_lm.train.loop import Loop
+from alibi_lm.train.monitoring.hardware import peak_flops
+from alibi_lm.train.monitoring.metrics import Metrics
+from alibi_lm.train.monitoring.writers import check_boards, open_boards
+from alibi_lm.utils.errors import CheckpointError, ConfigError, Problem
+from alibi_lm.utils.files import write_json, write_text
+from alibi_lm.utils.locking import alone
+from alibi_lm.utils.logging import console
+
+MAY_CHANGE = ("window", "scaling", "initializer_range")
+"""Keys of the model that may differ from those of `train.init_from`."""
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def read_config(
+    path: str | Path, overrides: Sequence[str], num_ranks: int
+) -> tuple[Config, dict[str, Any]]:
+    """The checked config of a run on `num_ranks` ranks and its `deepspeed:` block.
+
+    Raises:
+        ConfigError: with every problem of every section at once.
+    """
+    raw = apply_overrides(load_yaml(path), overrides)
+    block = raw.get("deepspeed")
+    config, problems = examine(Config, raw)
+    try:
+        block = block if config is None else deepspeed_block(config)
+    except ConfigError as error:
+        problems.extend(error.problems)
+    if isinstance(block, dict):
+        block_found = list(block_problems(block))
+        problems.extend(block_found)
+        if config is not None and not block_found:
+            problems.extend(stage_problems(config, block))
+    if config is not None:
+        problems.extend(config.data.training_problems("data."))
+        problems.extend(layout_problems(config, num_ranks))
+        model_ranks = config.parallel.tp * config.parallel.pp
+        if model_ranks > 0 and num_ranks % model_ranks == 0:
+            problems.extend(batch_problems(config, num_ranks // model_ranks))
+    if problems or config is None or not isinstance(block, dict):
+        raise ConfigError(*problems)
+    return config, block
+
+
+def pretrain(path: str | Path, overrides: Sequence[str], local_rank: int, address: str) -> bool:
+    """Start the run of a config, or go on with it from its newest good checkpoint.
+
+    True when the run has done all its steps, False when it was asked to stop and saved.
+
+    The process group must not exist yet; it is made here from the launcher's environment.
+    `address` is that of rank 0's host. The process ends inside with EXIT_LOST if another rank dies.
+
+    Raises:
+        UserError: on every rank alike, for everything that a user can mend.
+    """
+    join_process_group(local_rank)
+    config, block = together(lambda: read_config(path, overrides, world_size()))
+    raise_if_different("the resolved config", digest(config))
+    together(lambda: check_boards(config) if rank() == 0 else None)
+    together(lambda: check_compiler(config))
+    train, progress = config.train, Progress()
+    limits = Limits(train.silence_seconds, train.hang_minutes and 60 * train.hang_minutes)
+    with watched(address, limits, progress, Path(config.run.dir) / "train.log"):
+        return _pretrain(config, block, progress)
+
+
+def _pretrain(config: Config, block: dict[str, Any], progress: Progress) -> bool:
+    inputs = together(lambda: open_inputs(config))
+    run = Path(config.run.dir)
+    found = find_checkpoint(run)
+    if found is not None:
+        together(lambda: check_resumable(*found, config, inputs.facts()))
+        if int(found[1]["step"]) == config.train.num_steps:
+            done = config.train.num_steps
+            console.say(f"{run} has done its {done:,} steps already; newest checkpoint: {found[0]}")
+            return True
+    source = together(lambda: _initial_weights(config, inputs)) if found is None else None
+    mesh = make_mesh(config.parallel.tp, config.parallel.pp)
+    ds_config = deepspeed_config(config, block, mesh.dp.size)
+    fresh = found is None and source is None
+    engine = make_engine(config, json.loads(json.dumps(ds_config)), mesh, initial=fresh)
+    with _held(run):
+        line = _start_line(config, inputs, engine, found, source)
+        together(lambda: _prepare_run_folder(run, config, ds_config, line), run)
+        if found is not None:
+            engine.load(*found)
+        elif source is not None:
+            engine.load(source, read_meta(source), weights_only=True)
+        progress.follow(engine.deepspeed.module)
+        finished = _train(engine, inputs, config, found, progress)
+    # A launcher ends the other ranks when one leaves with another code than 0; mpirun, at once.
+    dist.barrier()
+    return finished
+
+
+@contextmanager
+def _held(run: Path) -> Iterator[None]:
+    """Hold the run folder, so that no second job trains the same run."""
+    with ExitStack() as stack:
+        hold = alone(run, CheckpointError) if rank() == 0 else nullcontext()
+        together(lambda: stack.enter_context(hold))
+        yield
+
+
+def _initial_weights(config: Config, inputs: Inputs) -> Path | None:
+    """The step folder of `train.init_from`, its model and tokenizer compared with ours."""
+    if config.train.init_from is None:
+        return None
+    folder = resolve_step(Path(config.train.init_from))
+    step = open_run(folder, check=rank() == 0)
+    theirs, ours = to_dict(step.config.model), to_dict(config.model)
+    fix = "use the same model and tokenizer as train.init_from"
+    # Window, scaling and the spread of initial weights do not change what a weight means.
+    problems = [
+        Problem(f"model.{key}", ours[key], f"is {theirs[key]!r} in {folder}", fix)
+        for key in ours
+        if ours[key] != theirs[key] and key not in MAY_CHANGE
+    ]
+    tokenizer = None if inputs.tokenizer is None else inputs.tokenizer.digest
+    if tokenizer != step.meta["data"]["tokenizer"]:
+        rule = f"is not the tokenizer of {folder}"
+        problems.append(Problem("data.tokenizer", config.data.tokenizer, rule, fix))
+    if problems:
+        raise CheckpointError(*problems)
+    return folder
+
+
+def _prepare_run_folder(run: Path, config: Config, ds_config: dict[str, Any], line: str) -> None:
+    if rank() == 0:
+        run.mkdir(parents=True, exist_ok=True)
+        clear_leftovers(run)
+        write_text(run / CONFIG, to_yaml(config))
+        write_json(run / "ds_config.json", ds_config)
+        console.log_to(run / "train.log")
+        console.say(line)
+
+
+def _start_line(
+    config: Config,
+    inputs: Inputs,
+    engine: Engine,
+    found: tuple[Path, dict[str, Any]] | None,
+    source: Path | None,
+) -> str:
+    train = config.train
+    how = f"start {config.run.dir}"
+    if found is not None:
+        how = f"resume {config.run.dir} from {found[0].name} ({found[1]['step']:,} steps done)"
+    elif source is not None:
+        how += f" with the weights of {source}"
+    tokens = train.num_steps * train.global_batch_size * train.sequence_length
+    epochs = tokens / sum(file.num_tokens for file in inputs.corpora)
+    return (
+        f"{how}: {num_parameters(config.model):,} parameters, {engine.mesh.layout.describe()}, "
+        f"ZeRO stage {engine.stage}, {train.precision}, {tokens:,} training tokens in all "
+        f"({epochs:.2f} epochs of the corpora)"
+    )
+
+
+def _train(
+    engine: Engine,
+    inputs: Inputs,
+    config: Config,
+    found: tuple[Path, dict[str, Any]] | None,
+    progress: Progress,
+) -> bool:
+    step = 0 if found is None else int(found[1]["step"])
+    run = Path(config.run.dir)
+    peak = config.train.peak_flops
+    source = "train.peak_flops"
+    if peak is None:
+        peak, source = peak_flops(DTYPES[config.train.precision])
+    shown = "unknown" if peak is None else f"{peak / 1e12:.3g} TFLOP/s a rank"
+    metrics = together(lambda: _open_metrics(config, step, f"{shown} ({source})"), run)
+    try:
+        preemption = Preemption(run if rank() == 0 else None, config.train.max_minutes)
+        progress.saved = found[0] if found else None
+        return Loop(engine, inputs, config, metrics, peak, preemption, progress).run(step)
+    finally:
+        if metrics is not None:
+            metrics.close()
+        sys.stdout.flush()
+
+
+def _open_metrics(config: Config, step: int, peak: str) -> Metrics | None:
+    if rank() != 0:
+        return None
+    console.say(f"mfu is measured against {peak}")
+    boards = open_boards(config, step)
+    return Metrics(Path(config.run.dir), config.train.num_steps, step, boards)

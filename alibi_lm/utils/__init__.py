@@ -1,0 +1,1 @@
+"""Errors, logging, files, memory and progress: what every package uses."""

@@ -1,0 +1,35 @@
+"""Keeping a second process out of a folder."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from alibi_lm.utils.errors import Problem, UserError
+from alibi_lm.utils.logging import console
+
+
+@contextmanager
+def alone(folder: Path, error: type[UserError]) -> Iterator[None]:
+    """Hold a folder, made if need be, against other processes; a kill lets go of it too.
+
+    Raises:
+        UserError: of the given kind, if another process holds the folder.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fix = "wait for it, or end it"
+            problem = Problem(str(folder), None, "is in use by another process", fix)
+            raise error(problem) from None
+        except OSError:
+            console.warn(f"{folder} is on storage without locks: let no second process write to it")
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,194 @@
+"""Evals over several ranks, started by the real `deepspeed` CLI, against one process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from launching import REPOSITORY, command, environment, error_lines
+
+from alibi_lm.cli.main import main
+from alibi_lm.hf.exporting.exporter import export
+from tests.unit.hf.small_step import LENGTH, LINES, add_tokenizer, add_validation, write_step
+
+PERPLEXITY = [
+    f"perplexity.lengths=[12,{LENGTH},300]",
+    "perplexity.stride=12",
+    "perplexity.fixed_targets=6",
+    "perplexity.null_targets=33",
+    "perplexity.batch_tokens=1300",
+]
+NEEDLE = [
+    "needle.lengths=[180,360]",
+    "needle.depths=[0.0,0.7]",
+    "needle.num_trials=3",
+    "needle.batch_tokens=400",
+]
+RETRIEVAL = [
+    "retrieval.tasks=[passkey,mqar]",
+    "retrieval.lengths=[700]",
+    "retrieval.num_trials=2",
+    "retrieval.sizes.passkey_num_distances=3",
+    "retrieval.batch_tokens=800",
+]
+SETTINGS = {"perplexity": PERPLEXITY, "needle": NEEDLE, "retrieval": RETRIEVAL}
+LONG = [
+    "perplexity.lengths=[300,2300]",
+    "perplexity.null_targets=null",
+    "retrieval.tasks=[passkey]",
+    "retrieval.lengths=[8500]",
+    "retrieval.num_trials=1",
+    "retrieval.sizes.passkey_num_distances=2",
+]
+"""Inputs of which far keys are left out."""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose vocabulary two ranks do not divide, and its export; three documents."""
+    folder = tmp_path_factory.mktemp("evals")
+    corpus = folder / "validation"
+    step = write_step(
+        folder / "run", {"shape": "bloom", "num_heads": 4}, validation=[str(corpus)]
+    )  # fmt: skip
+    add_tokenizer(step, folder)
+    texts = ["".join(LINES[(i * k) % 5] for i in range(1, 60 + k)) + f"x{k}" for k in (1, 2, 3)]
+    add_validation(step, corpus, texts)
+    add_validation(step, folder / "long", [text * 5 for text in texts])
+    step.config.data.validation.pop()
+    step.config.data.validation.pop()
+    export(step, folder / "exported")
+    return folder / "run"
+
+
+def deepspeed(program: Path, *arguments: str, ranks: int = 2) -> subprocess.CompletedProcess[str]:
+    """Start the ranks of a program."""
+    first, *rest = arguments
+    line = command(Path(first), *rest, ranks=ranks, program=program)
+    return subprocess.run(
+        line, env=environment(), capture_output=True, text=True, timeout=600, check=False
+    )
+
+
+def alone(run: Path, name: str, out: Path, *settings: str) -> dict[str, Any]:
+    """The result of one process."""
+    asked = ["eval", name, str(run), *(settings or SETTINGS[name]), "--out", str(out)]
+    done = CliRunner().invoke(main, asked)
+    assert done.exit_code == 0, done.output
+    found: dict[str, Any] = json.loads((out / f"{name}.json").read_text())
+    return found
+
+
+def losses(result: dict[str, Any]) -> list[float]:
+    """Every loss of a perplexity result, in every protocol."""
+    rows = [*result["rows"], *result["sliding"]["rows"], *result["fixed_target"]["rows"]]
+    rows += [*result["by_position"]["rows"], *result["null"]["rows"]]
+    return [row["loss"] for row in rows] + [row["null_loss"] for row in result["null"]["rows"]]
+
+
+def test_two_ranks_judge_as_one(run: Path, tmp_path: Path) -> None:
+    corpus = f"corpus={run.parent / 'validation'}"
+    exported = f"hf:{run.parent / 'exported'}"
+    jobs: list[dict[str, Any]] = [
+        {"subject": str(run), "engine": None, "tp": 2, "eval": "perplexity"},
+        {"subject": str(run), "engine": None, "tp": 1, "eval": "perplexity"},
+        {"subject": str(run), "engine": None, "tp": 2, "eval": "needle"},
+        {"subject": str(run), "engine": None, "tp": 1, "eval": "needle"},
+        {"subject": str(run), "engine": None, "tp": 1, "eval": "retrieval"},
+        {"subject": exported, "engine": "native", "tp": 2, "eval": "perplexity"},
+        {"subject": exported, "engine": "hf", "tp": 1, "eval": "needle"},
+    ]
+    for index, job in enumerate(jobs):
+        job["out"] = str(tmp_path / f"job{index}")
+        job["overrides"] = [*SETTINGS[str(job["eval"])], corpus]
+    (tmp_path / "jobs.json").write_text(json.dumps(jobs))
+    program = REPOSITORY / "tests" / "launch" / "several_evals.py"
+    done = deepspeed(program, str(tmp_path / "jobs.json"))
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    single = {name: alone(run, name, tmp_path / "alone") for name in SETTINGS}
+    assert len(losses(single["perplexity"])) > 15
+    assert single["perplexity"]["num_documents"] == 3
+    for job in jobs:
+        name = str(job["eval"])
+        found = json.loads((Path(str(job["out"])) / f"{name}.json").read_text())
+        tp = job["tp"]
+        assert found["model"]["ranks"] == {"data_parallel": 2 // int(str(tp)),
+                                           "tensor_parallel": tp}  # fmt: skip
+        if name != "perplexity":
+            assert found["cells"] == single[name]["cells"], job
+        else:
+            assert losses(found) == pytest.approx(losses(single[name]), rel=1e-5), job
+        assert (Path(str(job["out"])) / f"{name}.png").is_file()
+        assert done.stdout.count(f"{name}: {job['out']}/{name}.json") == 1  # rank 0 alone speaks
+
+
+def test_ranks_that_share_a_models_heads_leave_far_keys_out(run: Path, tmp_path: Path) -> None:
+    long = [*LONG, f"corpus={run.parent / 'long'}"]
+    jobs = [
+        {"subject": str(run), "engine": None, "tp": 2, "eval": name, "overrides": long,
+         "out": str(tmp_path / name)}
+        for name in ("perplexity", "retrieval")
+    ]  # fmt: skip
+    (tmp_path / "jobs.json").write_text(json.dumps(jobs))
+    program = REPOSITORY / "tests" / "launch" / "several_evals.py"
+    done = deepspeed(program, str(tmp_path / "jobs.json"))
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    found = {name: json.loads((tmp_path / name / f"{name}.json").read_text())
+             for name in ("perplexity", "retrieval")}  # fmt: skip
+    for name, result in found.items():
+        assert result["model"]["epsilon"] == 1e-6
+        assert f"{name}: " in done.stdout
+        dense = alone(run, name, tmp_path / f"dense {name}", *long, f"{name}.epsilon=0")
+        assert dense["model"]["epsilon"] == 0
+        if name == "retrieval":
+            assert result["cells"] == dense["cells"]
+        else:
+            wanted = [row["loss"] for row in dense["rows"]]
+            assert [row["loss"] for row in result["rows"]] == pytest.approx(wanted, rel=1e-5)
+    assert done.stdout.count("each head leaves out at most 1e-06 of a row") == 2
+
+
+def test_the_script_shares_a_model_that_no_rank_holds(run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    program = REPOSITORY / "evals" / "perplexity.py"
+    done = deepspeed(program, str(run), "parallel.tp=2", "--out", str(out), *PERPLEXITY)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    single = alone(run, "perplexity", tmp_path / "alone")
+    found = json.loads((out / "perplexity.json").read_text())
+    assert losses(found) == pytest.approx(losses(single), rel=1e-5)
+    assert done.stdout.count("Uses context beyond") == 1
+    again = CliRunner().invoke(main, ["eval", "perplexity", str(run), "--out", str(out),
+                                      *PERPLEXITY])  # fmt: skip
+    assert "done before with the same settings" in again.output  # whatever the ranks
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ranks", "words"),
+    [
+        (["parallel.tp=3"], 3, "parallel.tp = 3: does not divide model.num_heads = 4"),
+        (["parallel.tp=3"], 2, "parallel.tp = 3: does not divide the 2 ranks"),
+        (["needle.lengths=[20]"], 2, "needle.lengths = 20: needle, question and answer need"),
+    ],
+)
+@pytest.mark.slow
+def test_a_mistake_is_one_line_and_nothing_is_written(
+    run: Path, tmp_path: Path, arguments: list[str], ranks: int, words: str
+) -> None:
+    out = tmp_path / "out"
+    program = REPOSITORY / "evals" / "needle.py"
+    done = deepspeed(program, str(run), *arguments, "--out", str(out), ranks=ranks)
+    (line,) = error_lines(done)
+    assert words in line
+    assert done.returncode == 2, f"{done.stdout}\n{done.stderr}"
+    assert "Traceback" not in done.stderr
+    assert not out.exists()
+
+
+def test_one_process_cannot_share_a_model(run: Path) -> None:
+    done = CliRunner().invoke(main, ["eval", "needle", str(run), "parallel.tp=2"])
+    assert done.exit_code == 2
+    assert "parallel.tp = 2: shares the model among ranks, and this is one process" in done.output

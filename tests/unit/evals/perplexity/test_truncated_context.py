@@ -1,0 +1,215 @@
+"""The null model on planted truth, and its closed form on the paper's numbers."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from alibi_lm.evals.config import PerplexityConfig
+from alibi_lm.evals.models.base import NativeSubject
+from alibi_lm.evals.models.scorer import NativeScorer
+from alibi_lm.evals.perplexity.evaluation import run_perplexity
+from alibi_lm.evals.perplexity.truncated_context import draw, null_loss, null_perplexity
+from alibi_lm.evals.verdicts import context_verdict
+from alibi_lm.model.config import ModelConfig
+from alibi_lm.model.decoder import Decoder
+from alibi_lm.utils.errors import CheckpointError
+from tests.unit.evals.evals_fakes import PlantedLosses, fake_step, write_documents
+
+
+@pytest.mark.parametrize(
+    ("length", "expected"), [(1024, 18.83), (2048, 18.40), (3072, 18.26), (15512, 18.04)]
+)
+def test_the_closed_form_on_the_papers_numbers(length: int, expected: float) -> None:
+    """ALiBi of L = 512: 19.73 in windows of 512, 17.98 in sliding ones of stride 1."""
+    assert null_perplexity(19.73, 17.98, 512, length) == pytest.approx(expected, abs=0.02)
+
+
+def test_the_closed_forms_edges() -> None:
+    assert null_perplexity(19.73, 17.98, 512, 512) == pytest.approx(19.73)
+    with pytest.raises(ValueError, match="shorter than the reach"):
+        null_loss(3.0, 2.9, 512, 511)
+
+
+def test_the_closed_form_is_the_loss_of_a_model_of_that_reach(tmp_path: Path) -> None:
+    """A loss that falls with context up to L, and depends on nothing else."""
+    curve = 2 + 1 / torch.arange(1, 17).double()
+    planted = PlantedLosses(lambda t, p: curve[p.clamp(max=15)].expand(t.shape))
+    result = measure(tmp_path, [[5] * 129] * 6, planted, lengths=[16, 32, 64, 128], null_reach=16)
+    first, sliding = curve.mean().item(), curve[-1].item()
+    for row, null in zip(result["rows"], result["null"]["rows"], strict=True):
+        right = null_loss(first, sliding, 16, row["length"])
+        assert row["loss"] == pytest.approx(right, rel=1e-6)
+        assert null["null_loss"] == pytest.approx(right, rel=1e-6)
+        assert null["excess"] == pytest.approx(0, abs=1e-9)
+    # Perplexity falls all the same, which is why it proves nothing.
+    assert result["verdict"]["word"] == "falls"
+    assert result["null"]["verdict"]["word"] == "no"
+
+
+def measure(tmp_path: Path, documents: Any, scorer: Any, **settings: Any) -> dict[str, Any]:
+    step = fake_step(tmp_path, [write_documents(tmp_path / "v", documents)], 32)
+    defaults: dict[str, Any] = {"lengths": [32, 256], "null_targets": 5000}
+    return run_perplexity(NativeSubject(step), PerplexityConfig(**defaults | settings), scorer)
+
+
+def random_documents(count: int = 12, vocab_size: int = 50) -> list[list[int]]:
+    generator = np.random.default_rng(3)
+    return [generator.integers(2, vocab_size, 300 + 7 * i).tolist() for i in range(count)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("position", ["alibi", "rotary", "none"])
+def test_a_model_whose_total_reach_is_l_has_no_excess(
+    tmp_path: Path, position: Any, dtype: torch.dtype
+) -> None:
+    """Two blocks of window 9 reach 17 tokens back, and not 16: the cut to 16 shows."""
+    config = ModelConfig(num_layers=2, hidden_size=32, num_heads=4, vocab_size=50, window=9,
+                         position=position, initializer_range=0.3)  # fmt: skip
+    excess = {}
+    for reach in (16, 17, 40):
+        scorer = NativeScorer(Decoder(config, seed=1).to(dtype))
+        null = measure(tmp_path, random_documents(6), scorer, null_reach=reach)["null"]
+        row = null["rows"][-1]
+        assert row["num_cut"] > 1000
+        excess[reach] = max(abs(row["excess"]), *map(abs, row["excess_interval"]))
+        if reach > 16:
+            assert null["verdict"]["word"] == "no"
+    assert excess[17] < 1e-6
+    assert excess[40] < 1e-6
+    assert excess[16] > 1e-5
+
+
+class CopyingLosses(PlantedLosses):
+    """Surprised by what follows three tokens, unless it followed them before, however far back."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+
+    def token_losses(self, tokens: Tensor) -> Tensor:
+        """0.1 for a copy, else 3."""
+        losses = torch.full((tokens.shape[0], tokens.shape[1] - 1), 3.0)
+        for row, sequence in enumerate(tokens.tolist()):
+            seen: set[tuple[int, ...]] = set()
+            for end in range(3, len(sequence)):
+                gram = tuple(sequence[end - 3 : end + 1])
+                if gram in seen:
+                    losses[row, end - 1] = 0.1
+                seen.add(gram)
+        return losses
+
+
+def test_an_oracle_that_copies_from_any_distance_uses_context_beyond(tmp_path: Path) -> None:
+    """Documents that repeat themselves after 120 tokens, in windows of 256, cut to 32."""
+    documents = [(x[:120] * 3)[: 300 + i] for i, x in enumerate(random_documents(12, 4000))]
+    null = measure(tmp_path, documents, CopyingLosses())["null"]
+    row = null["rows"][-1]
+    assert row["excess"] < -1
+    assert row["excess_interval"][1] < -1
+    assert null["verdict"]["word"] == "yes"
+    assert "Uses context beyond 32: yes" in null["verdict"]["text"]
+    # With nothing to copy within reach either, the same model does not.
+    distinct = [list(range(i, 300 + 2 * i)) for i in range(2, 14)]
+    assert measure(tmp_path, distinct, CopyingLosses())["null"]["verdict"]["word"] == "no"
+
+
+def test_a_blind_model_does_not_and_a_broken_one_is_harmed(tmp_path: Path) -> None:
+    blind = PlantedLosses(lambda t, p: 2 + t * 1e-2)
+    null = measure(tmp_path, random_documents(), blind)["null"]
+    assert null["rows"][-1]["excess"] == 0.0
+    assert null["verdict"]["word"] == "no"
+    broken = PlantedLosses(lambda t, p: 2 + (p >= 32) * 1.0 + t * 1e-2)
+    null = measure(tmp_path, random_documents(), broken)["null"]
+    assert null["rows"][-1]["excess"] > 0.5
+    assert null["verdict"]["word"] == "no"
+    assert "longer input does harm" in null["verdict"]["text"]
+    assert [row["num_cut"] for row in null["rows"]][0] == 0
+
+
+def test_noise_and_few_documents_cannot_tell(tmp_path: Path) -> None:
+    noisy = PlantedLosses(lambda t, p: 2 + ((t * 7919 + p * 104729) % 101) / 25)
+    settings = {"null_targets": 150}
+    null = measure(tmp_path, random_documents(), noisy, **settings)["null"]
+    assert null["num_targets"] == 150
+    assert null["verdict"]["word"] == "cannot tell"
+    few = measure(tmp_path, random_documents(3), noisy)["null"]
+    assert few["verdict"]["word"] == "cannot tell"
+    assert few["rows"][-1]["excess_interval"] is None
+
+
+@pytest.mark.parametrize(
+    ("interval", "word"),
+    [
+        ([-0.2, -0.1], "yes"),
+        ([-0.005, -0.002], "yes"),
+        ([-0.005, -0.0001], "no"),
+        ([0.0, 0.0], "no"),
+        ([-0.009, 0.02], "no"),
+        ([0.1, 0.2], "no"),
+        ([-0.02, 0.01], "cannot tell"),
+        (None, "cannot tell"),
+    ],
+)
+def test_the_verdicts_words(interval: list[float] | None, word: str) -> None:
+    rows = [{"length": 64, "excess": -0.1, "excess_interval": interval, "share_cut": 1.0}]
+    assert context_verdict(rows, 32)["word"] == word
+    halved = None if interval is None else [end / 2 for end in interval]
+    rows = [{"length": 64, "excess": -0.1, "excess_interval": halved, "share_cut": 0.5}]
+    assert context_verdict(rows, 32)["word"] == word
+
+
+def test_few_targets_with_context_to_cut_do_not_hide_its_use(tmp_path: Path) -> None:
+    """In windows of 33, a target in 33 has more than 32 tokens of context, and gains 0.05 nats."""
+    reader = PlantedLosses(lambda t, p: 2 - (p >= 32) * 0.05 + t * 0)
+    null = measure(tmp_path, random_documents(), reader, lengths=[32, 33])["null"]
+    assert -0.002 < null["rows"][-1]["excess"] < -0.001
+    assert null["verdict"]["word"] == "yes"
+
+
+@pytest.mark.parametrize("size", [1, 5, 40])
+def test_a_sample_without_targets_to_cut_says_nothing(tmp_path: Path, size: int) -> None:
+    """Of 40 targets in windows of 33 about one can be cut: the zeros of the others are no "no"."""
+    reader = PlantedLosses(lambda t, p: 2 - (p >= 32) * 0.05 + t * 0)
+    settings = {"lengths": [32, 33], "null_targets": size}
+    null = measure(tmp_path, random_documents(), reader, **settings)["null"]
+    assert null["rows"][-1]["num_cut"] < 5
+    assert null["verdict"]["word"] == "cannot tell"
+
+
+def test_a_loss_whose_perplexity_no_float_holds_is_an_error(tmp_path: Path) -> None:
+    scorer = PlantedLosses(lambda t, p: 800.0 + t * 0)
+    with pytest.raises(CheckpointError, match="above 700 nats"):
+        measure(tmp_path, random_documents(), scorer)
+
+
+def test_a_result_of_other_weights_in_the_folder_is_kept(tmp_path: Path) -> None:
+    prefix = write_documents(tmp_path / "v", random_documents(6))
+    config = PerplexityConfig(lengths=[32, 64], null_targets=None)
+    for digest, loss in (("first", 2.0), ("second", 3.0)):
+        step = fake_step(tmp_path, [prefix], 32, digest=digest)
+        scorer = PlantedLosses(lambda t, p, loss=loss: loss + t * 0)
+        run_perplexity(NativeSubject(step), config, scorer)
+    found = [json.loads(path.read_text()) for path in step.evals_folder.glob("*.json")]
+    assert sorted(round(own["rows"][0]["loss"]) for own in found) == [2, 3]
+    assert len(list(step.evals_folder.glob("*.png"))) == 2
+
+
+def test_a_sample_is_seeded_and_uniform() -> None:
+    documents = [np.arange(11), np.arange(101)]
+    first, again, other = (draw(documents, 40, seed) for seed in (1, 1, 2))
+    assert np.array_equal(first.target, again.target)
+    assert not np.array_equal(first.target, other.target)
+    counts = np.zeros(2)
+    for seed in range(200):
+        sample = draw(documents, 11, seed)
+        assert sample.target.min() >= 1
+        assert (sample.target < np.array([11, 101])[sample.document]).all()
+        counts += np.bincount(sample.document, minlength=2)
+    assert counts[0] / counts.sum() == pytest.approx(10 / 110, abs=4 * math.sqrt(0.09 / 2200))

@@ -1,0 +1,189 @@
+"""Imported folders against the stock classes, back through the export, and trained further."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
+
+from alibi_lm.checkpoint.step import open_run
+from alibi_lm.cli.main import main
+from alibi_lm.data.tokenizer import load_tokenizer
+from alibi_lm.hf.exporting.exporter import export
+from alibi_lm.hf.importing import importer
+from alibi_lm.hf.importing.importer import import_folder
+from alibi_lm.utils.errors import CheckpointError, ConfigError
+from tests.unit.hf.folders import VOCAB_SIZE, write_stock
+from tests.unit.hf.small_step import LINES, add_tokenizer, add_validation, write_step
+
+READ_BY_THE_CLASS = {
+    "bloom": ("vocab_size", "hidden_size", "n_layer", "n_head", "layer_norm_epsilon",
+              "initializer_range", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id",
+              "apply_residual_connection_post_layernorm", "hidden_dropout", "attention_dropout",
+              "pretraining_tp", "slow_but_exact", "tie_word_embeddings"),
+    "mpt": ("d_model", "n_heads", "n_layers", "expansion_ratio", "max_seq_len", "vocab_size",
+            "resid_pdrop", "layer_norm_epsilon", "emb_pdrop", "learned_pos_emb", "init_device",
+            "logit_scale", "no_bias", "embedding_fraction", "norm_type", "use_cache",
+            "initializer_range", "tie_word_embeddings", "pad_token_id", "bos_token_id",
+            "eos_token_id"),
+}  # fmt: skip
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {n: t for path in folder.glob("*.safetensors") for n, t in load_file(path).items()}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(
+        a[n].dtype == b[n].dtype
+        and torch.equal(a[n].view(torch.uint8), b[n].view(torch.uint8))
+        for n in a
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("heads", [12, 16])
+@pytest.mark.parametrize("shape", ["bloom", "mpt"])
+def test_import_and_export_give_the_folder_back(
+    shape: str, heads: int, tied: bool, tmp_path: Path
+) -> None:
+    stock = write_stock(tmp_path / "stock", shape, heads, tied, max_shard_size="100KB")
+    assert (tmp_path / "stock" / "model.safetensors.index.json").exists()
+    run = tmp_path / "run"
+    facts = import_folder(tmp_path / "stock", run, shard_bytes=150_000)
+    assert facts["proof"]["greedy_tokens_equal"] == 64
+    step = open_run(run)
+    assert len(step.meta["shards"]) > 2
+    tokens = torch.randint(VOCAB_SIZE, (2, 250), generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        difference = (step.decoder()(tokens) - stock(tokens).logits).abs().max()
+    assert float(difference) <= 1e-4
+
+    step.config.train.sequence_length = 24
+    export(step, tmp_path / "out")
+    assert same(tensors_of(tmp_path / "out"), tensors_of(tmp_path / "stock"))
+    before, after = (AutoConfig.from_pretrained(tmp_path / name) for name in ("stock", "out"))
+    for name in READ_BY_THE_CLASS[shape]:
+        assert getattr(after, name) == getattr(before, name), name
+    if shape == "mpt":
+        theirs, ours = (c.attn_config.to_dict() for c in (before, after))
+        fields = type(before.attn_config).__annotations__
+        assert {key: theirs[key] for key in fields} == {key: ours[key] for key in fields}
+
+
+def test_half_precision_comes_back_as_it_was(tmp_path: Path) -> None:
+    model = write_stock(tmp_path / "first", "bloom")
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "stock")
+    import_folder(tmp_path / "stock", tmp_path / "run")
+    step = open_run(tmp_path / "run")
+    step.config.train.sequence_length = 24
+    export(step, tmp_path / "out", dtype="bf16")
+    assert same(tensors_of(tmp_path / "out"), tensors_of(tmp_path / "stock"))
+
+
+def test_names_of_the_base_model_and_a_stored_copy_of_a_tied_matrix(tmp_path: Path) -> None:
+    write_stock(tmp_path / "stock", "bloom")
+    tensors = tensors_of(tmp_path / "stock")
+    bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    copy = tensors | {"lm_head.weight": tensors["transformer.word_embeddings.weight"].clone()}
+    for name, content in (("bare", bare), ("copy", copy)):
+        shutil.copytree(tmp_path / "stock", tmp_path / name)
+        save_file(content, tmp_path / name / "model.safetensors", metadata={"format": "pt"})
+        import_folder(tmp_path / name, tmp_path / f"run_{name}")
+        weights = open_run(tmp_path / f"run_{name}").weights()
+        assert torch.equal(weights["embedding.weight"],
+                           tensors["transformer.word_embeddings.weight"])  # fmt: skip
+    copy["lm_head.weight"][3, 4] += 1
+    save_file(copy, tmp_path / "copy" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight: differs from the embedding"):
+        import_folder(tmp_path / "copy", tmp_path / "refused")
+
+
+def test_pickled_weights_only_where_asked_for(tmp_path: Path) -> None:
+    model = write_stock(tmp_path / "stock", "mpt")
+    torch.save(model.state_dict(), tmp_path / "stock" / "pytorch_model.bin")
+    (tmp_path / "stock" / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="stock: holds pickled weights only.*--allow-pickle"):
+        import_folder(tmp_path / "stock", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    import_folder(tmp_path / "stock", tmp_path / "run", allow_pickle=True)
+    torch.save({"transformer.wte.weight": Evil()}, tmp_path / "stock" / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin: .*holds more than tensors"):
+        import_folder(tmp_path / "stock", tmp_path / "other", allow_pickle=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "stock"]
+
+
+class Evil:
+    """An object that a plain unpickler would call something for."""
+
+    def __reduce__(self) -> Any:
+        return (print, ("unpickled",))
+
+
+def test_commands_work_on_an_imported_run(tmp_path: Path) -> None:
+    """Our own export in, with its tokenizer: judged, generated from, exported again."""
+    native = write_step(tmp_path / "native", {"num_heads": 12, "num_kv_heads": 4})
+    add_tokenizer(native, tmp_path)
+    export(native, tmp_path / "stock")
+    add_validation(native, tmp_path / "text", ["".join(LINES * 40)])
+    run = tmp_path / "run"
+
+    def alibi_lm(*arguments: str | Path) -> str:
+        done = CliRunner().invoke(main, [*map(str, arguments)])
+        assert done.exit_code == 0, done.output
+        return done.output
+
+    said = alibi_lm("import", tmp_path / "stock", run, "train.sequence_length=24",
+                    f"data.validation=[{tmp_path / 'text'}]")  # fmt: skip
+    assert "logits within" in said
+    text = "def f(x):\n"
+    ours, theirs = (alibi_lm("generate", path, "--prompt", text) for path in (native.folder, run))
+    assert ours == theirs
+    suite = tmp_path / "suite.yaml"
+    suite.write_text("perplexity: {lengths: [24, 48], max_tokens: 96}\n")
+    alibi_lm("eval", "perplexity", run, "--suite", suite)
+    result = json.loads((run / "evals/step_00000000/perplexity.json").read_text())
+    assert [row["length"] for row in result["rows"]] == [24, 48]
+    alibi_lm("export", run, tmp_path / "again")
+    assert same(tensors_of(tmp_path / "again"), tensors_of(tmp_path / "stock"))
+    card = (tmp_path / "again" / "README.md").read_text()
+    assert "imported from a folder of `MptForCausalLM`" in card
+    text = load_tokenizer(run / "checkpoints/step_00000000/tokenizer").decode([70, 71, 72])
+    assert text == load_tokenizer(tmp_path / "stock").decode([70, 71, 72])
+    # Any change to a folder that was exported here is found, also one that the shapes fit.
+    config = json.loads((tmp_path / "stock" / "config.json").read_text())
+    (tmp_path / "stock" / "config.json").write_text(json.dumps(config | {"n_heads": 8}))
+    with pytest.raises(CheckpointError, match=r"config\.json: was changed since its export"):
+        import_folder(tmp_path / "stock", tmp_path / "other")
+
+
+def test_settings_of_the_run_may_be_given_and_those_of_the_model_not(tmp_path: Path) -> None:
+    write_stock(tmp_path / "stock", "mpt")
+    for override in ("model.num_heads=8", "model.window=9", "run.dir=elsewhere"):
+        with pytest.raises(ConfigError, match=override.partition("=")[0]):
+            import_folder(tmp_path / "stock", tmp_path / "run", overrides=[override])
+    import_folder(tmp_path / "stock", tmp_path / "run", overrides=["train.sequence_length=64"])
+    assert open_run(tmp_path / "run").config.train.sequence_length == 64
+    with pytest.raises(CheckpointError, match="run: is there already"):
+        import_folder(tmp_path / "stock", tmp_path / "run")
+
+
+@pytest.mark.parametrize("proof", ["logits", "layers", "weights"])
+def test_a_wrong_reading_leaves_nothing(
+    proof: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dataclasses import replace
+
+    write_stock(tmp_path / "stock", "bloom")
+    wrong = replace(importer.BLOOM_READING, rows=lambda model, rows: rows)
+    monkeypatch.setitem(importer.READINGS, "bloom", wrong)
+    with pytest.raises(CheckpointError, match="differ"):
+        import_folder(tmp_path / "stock", tmp_path / "deep" / "run", proof=proof)
+    assert [path.name for path in tmp_path.iterdir()] == ["stock"]

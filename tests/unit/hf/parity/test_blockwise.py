@@ -1,0 +1,157 @@
+"""The comparison block by block: it computes what the whole models do, and finds what differs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from alibi_lm.checkpoint.step import open_run
+from alibi_lm.hf.exporting import weights as module
+from alibi_lm.hf.exporting.weights import StepWeights
+from alibi_lm.hf.importing.importer import READINGS, import_folder
+from alibi_lm.hf.parity import blockwise
+from alibi_lm.hf.parity.blockwise import _Layered, compare_greedy_by_layer, compare_logits_by_layer
+from alibi_lm.hf.parity.check import Pair
+from alibi_lm.hf.parity.transformers_reference import CachedState, Mismatch
+from alibi_lm.hf.weights_reader import SourceFolder
+from alibi_lm.model.inference.kv_cache import LayerCache
+from tests.unit.hf.folders import VOCAB_SIZE, write_stock
+
+TOKENS = torch.randint(VOCAB_SIZE, (1, 280), generator=torch.Generator().manual_seed(5))
+
+
+class Changed(StepWeights):
+    """Weights of which one element, or one row of the embedding, is another."""
+
+    name = "blocks.1.mlp.up.weight"
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = super().__getitem__(name)
+        if name == self.name:
+            tensor[5] += 0.1
+        return tensor
+
+
+@contextmanager
+def opened(
+    folder: Path, shape: str, tied: bool, weights: type[StepWeights] = StepWeights
+) -> Iterator[tuple[Pair, Any]]:
+    """A folder of a stock class, the run made of it, and the whole stock model."""
+    if not folder.exists():
+        write_stock(folder, shape, tied=tied)
+        import_folder(folder, folder.parent / "run", proof="weights")
+    step, reading = open_run(folder.parent / "run"), READINGS[shape]
+    stock = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    with SourceFolder(folder, reading.prefix) as source, step.reader() as reader, torch.no_grad():
+        model = step.config.model
+        yield Pair(folder, source, reading, stock.config, model, weights(reader)), stock
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("shape", ["bloom", "mpt"])
+def test_both_models_by_block_are_the_whole_models(
+    shape: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blockwise, "_ROWS_BYTES", 4 * 96 * 50)  # the vocabulary in seven parts
+    with opened(tmp_path / "stock", shape, tied) as (pair, stock):
+        expected = stock(TOKENS).logits
+        for dtype, step_tokens, portion in ((torch.float32, 280, 4096), (torch.float32, 100, 128),
+                                            (torch.float64, 64, 200)):  # fmt: skip
+            monkeypatch.setattr(blockwise, "_PORTION", portion)
+            models = _Layered(pair.model, pair.weights, pair.stock(dtype))
+            assert models.difference(TOKENS, step_tokens) <= 5e-5
+        models = _Layered(pair.model, pair.weights, pair.stock(torch.float32))
+        caches = [(LayerCache(), CachedState()) for _ in range(2)]
+        for part in TOKENS[:, :270].split([200, 1, 1, 68], 1):
+            ours, theirs = models.next_logits(part, caches)
+        assert float((ours - expected[0, 269]).abs().max()) <= 5e-5
+        assert float((theirs - expected[0, 269]).abs().max()) <= 5e-5
+        lengths = [compare_logits_by_layer(pair.model, pair.weights, pair.stock, TOKENS[:, :n])
+                   for n in (70, 280)]  # fmt: skip
+        assert [row["length"] for row in lengths] == [70, 280]
+
+
+@pytest.mark.parametrize("name", ["blocks.1.mlp.up.weight", "head.norm.weight"])
+def test_a_changed_weight_is_found(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Changed, "name", name)
+    with (
+        opened(tmp_path / "stock", "mpt", True, Changed) as (pair, _),
+        pytest.raises(Mismatch, match="logits differ by .* at 70 tokens"),
+    ):
+        compare_logits_by_layer(pair.model, pair.weights, pair.stock, TOKENS[:, :70])
+
+
+@pytest.mark.parametrize("shape", ["bloom", "mpt"])
+def test_the_same_tokens_are_generated_by_block_and_whole(
+    shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path / "stock", shape, False) as (pair, stock):
+        prompt = TOKENS[:, :30]
+        chosen: list[int] = []
+        following = _Layered.next_logits
+
+        def listening(self: Any, tokens: Tensor, caches: Any) -> tuple[Tensor, Tensor]:
+            ours, theirs = following(self, tokens, caches)
+            chosen.append(int(ours.argmax()))
+            return ours, theirs
+
+        monkeypatch.setattr(_Layered, "next_logits", listening)
+        compare_greedy_by_layer(
+            pair.model, pair.weights, pair.stock(torch.float32), prompt, num_tokens=6
+        )
+        whole = stock.generate(prompt, max_new_tokens=6, do_sample=False, eos_token_id=None)
+        assert chosen == whole[0, 30:].tolist()
+
+
+def test_a_cache_that_goes_wrong_is_found_by_generating(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path / "stock", "mpt", True) as (pair, _):
+        append = LayerCache.append
+
+        def forgetful(self: LayerCache, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+            keys, values = append(self, keys, values)
+            return keys, values if values.shape[2] <= 30 else values.flip(2)
+
+        monkeypatch.setattr(LayerCache, "append", forgetful)
+        with pytest.raises(Mismatch, match="greedy token [2-8] differs"):
+            compare_greedy_by_layer(pair.model, pair.weights, pair.stock(torch.float32),
+                                    TOKENS[:, :30], num_tokens=8)  # fmt: skip
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_bars_end_where_they_said(
+    tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bars: list[list[int]] = []
+
+    class Recorded:
+        def __init__(self, title: str, total: int) -> None:
+            bars.append([total, 0])
+
+        def __enter__(self) -> Recorded:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+        def advance(self, num_bytes: int) -> None:
+            bars[-1][1] += num_bytes
+
+    monkeypatch.setattr(module, "Progress", Recorded)
+    with opened(tmp_path / "stock", "bloom", tied) as (pair, _):
+        bars.clear()
+        compare_logits_by_layer(pair.model, pair.weights, pair.stock, TOKENS[:, :70])
+        compare_greedy_by_layer(pair.model, pair.weights, pair.stock(torch.float32),
+                                TOKENS[:, :30], num_tokens=3)  # fmt: skip
+    assert len(bars) == 2
+    assert all(done == total > 0 for total, done in bars)

@@ -1,0 +1,249 @@
+"""The watchdog's threads over real connections: rank 0's hub and clients, all in this process."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from alibi_lm.model.config import ModelConfig
+from alibi_lm.model.decoder import Decoder
+from alibi_lm.train.fault_tolerance import heartbeat_server
+from alibi_lm.train.fault_tolerance.connection import Link, listen
+from alibi_lm.train.fault_tolerance.failure_detector import Beat, Limits, Verdict
+from alibi_lm.train.fault_tolerance.heartbeat import COMPUTING, STARTING, Progress
+from alibi_lm.train.fault_tolerance.heartbeat_server import Client, Hub
+from alibi_lm.train.fault_tolerance.watchdog import is_communication_failure
+from alibi_lm.utils.errors import EXIT_LOST, EXIT_NOT_FINITE
+
+TOKEN = "a token"
+HOSTS = ["node-1", "node-1", "node-2"]
+
+
+class Team:
+    """Three ranks whose ends are recorded instead of carried out."""
+
+    def __init__(self, silence: float | None = 60.0) -> None:
+        self.ends: queue.Queue[tuple[int, Verdict, bool]] = queue.Queue()
+        self.progress = [Progress() for _ in HOSTS]
+        for each in self.progress:
+            each.at(COMPUTING, 7)
+        self.limits = Limits(silence, None)
+        listener = listen()
+        self.port = listener.getsockname()[1]
+        self.hub = Hub(listener, TOKEN, HOSTS, self.limits, self.progress[0], self._ends(0))
+        self.clients = [self._client(rank) for rank in (1, 2)]
+        for watcher in (self.hub, *self.clients):
+            watcher.start()
+        self.wait(lambda: len(self.hub._links) == 2)
+
+    def _client(self, rank: int) -> Client:
+        place = ("127.0.0.1", self.port, TOKEN)
+        link = Link.connect("127.0.0.1", self.port, 5.0)
+        link.send({"rank": rank, "token": TOKEN})
+        pids = [os.getpid()] * len(HOSTS)
+        return Client(
+            rank, place, link, HOSTS, pids, self.limits, self.progress[rank], self._ends(rank)
+        )
+
+    def _ends(self, rank: int) -> Callable[[Verdict, bool], None]:
+        def end(verdict: Verdict, speak: bool) -> None:
+            self.ends.put((rank, verdict, speak))
+
+        return end
+
+    def wait(self, condition: Callable[[], bool]) -> None:
+        give_up = time.monotonic() + 30
+        while not condition():
+            assert time.monotonic() < give_up
+            time.sleep(0.005)
+
+    def end(self) -> tuple[int, Verdict, bool]:
+        return self.ends.get(timeout=30)
+
+    def stop(self) -> None:
+        threads = [
+            threading.Thread(target=watcher.stop, args=(None, 10.0))
+            for watcher in (*self.clients, self.hub)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat_server, "INTERVAL", 0.02)
+
+
+def test_a_clean_end_is_nobodys_death(quick: None) -> None:
+    team = Team()
+    time.sleep(0.2)
+    team.stop()
+    assert team.ends.empty()
+    assert not any(watcher.is_alive() for watcher in (team.hub, *team.clients))
+
+
+def test_a_rank_that_dies_is_told_to_all_and_said_once(quick: None) -> None:
+    team = Team()
+    dead = team.clients[1]
+    dead._exchange = lambda message: [{}] * dead._stopping.wait(60)  # type: ignore[method-assign]
+    assert team.clients[1]._link is not None
+    team.clients[1]._link._socket.shutdown(socket.SHUT_RDWR)  # what the kernel does at an end
+    ends = sorted([team.end(), team.end()], key=lambda end: end[0])
+    assert [end[0] for end in ends] == [0, 1]
+    assert [end[2] for end in ends] == [True, False]
+    assert ends[0][1] == ends[1][1]
+    assert ends[0][1].code == EXIT_LOST
+    assert ends[0][1].line is not None
+    assert ends[0][1].line.startswith("rank 2 on node-2: ended without a word")
+    team.clients[1].stop(None, 10.0)
+
+
+def test_a_broken_connection_is_made_again(quick: None) -> None:
+    team = Team()
+    before = team.hub._links[1]
+    assert team.clients[0]._link is not None
+    team.clients[0]._link._socket.shutdown(socket.SHUT_RDWR)
+    team.wait(lambda: team.hub._links.get(1, before) is not before)
+    time.sleep(0.2)
+    team.stop()
+    assert team.ends.empty()
+
+
+def test_rank_0_silent_is_said_by_the_first_rank_of_each_host(quick: None) -> None:
+    team = Team(silence=0.5)
+    team.hub._tell = lambda message: None  # type: ignore[method-assign]
+    ends = sorted([team.end(), team.end()], key=lambda end: end[0])
+    assert [(rank, speak) for rank, _, speak in ends] == [(1, True), (2, True)]
+    for _, verdict, _ in ends:
+        assert verdict.code == EXIT_LOST
+        assert verdict.line is not None
+        assert verdict.line.startswith("rank 0 on node-1: gave no sign of life")
+        assert "at step 7" in verdict.line
+    team.hub.stop(None, 10.0)
+
+
+def test_last_words_reach_rank_0_before_the_connection_goes(quick: None) -> None:
+    team = Team()
+    team.clients[1].stop(Beat(left=EXIT_NOT_FINITE), 10.0)
+    ends = sorted([team.end(), team.end()], key=lambda end: end[0])
+    assert [end[0] for end in ends] == [0, 1]
+    assert {end[1] for end in ends} == {Verdict(EXIT_NOT_FINITE, None)}
+
+
+def test_rank_0_leaving_takes_the_others_along(quick: None) -> None:
+    team = Team()
+    team.hub.stop(Beat(left=1, why="ValueError: no"), 10.0)
+    ends = [team.end(), team.end()]
+    assert {end[0] for end in ends} == {1, 2}
+    for _, verdict, speak in ends:
+        assert not speak
+        assert verdict.code == EXIT_LOST
+
+
+def test_a_defect_of_the_watchdog_ends_no_job(
+    quick: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for broken in ("client", "hub"):
+        team = Team()
+        if broken == "client":
+            team.clients[1]._as_message = lambda: 1 / 0  # type: ignore
+            team.clients[1].join(10.0)
+        else:
+            team.hub._judge.tick = lambda *_: 1 / 0  # type: ignore
+            team.hub.join(10.0)
+        time.sleep(0.3)
+        assert team.ends.empty()
+        team.stop()
+        assert "the watchdog has stopped: ZeroDivisionError" in capsys.readouterr().err
+
+
+def test_strangers_are_not_heard(quick: None) -> None:
+    team = Team()
+    for first in (b"GET / HTTP/1.1\r\n\r\n", b"[]\n", b'{"rank": 1, "token": "guess"}\n'):
+        with socket.create_connection(("127.0.0.1", team.port)) as stranger:
+            stranger.sendall(first)
+            stranger.settimeout(10)
+            assert stranger.recv(100) == b""
+    assert set(team.hub._links) == {1, 2}
+    team.stop()
+    assert team.ends.empty()
+
+
+def test_a_message_before_the_end_of_a_connection_is_not_lost() -> None:
+    with listen() as listener:
+        link = Link.connect("127.0.0.1", listener.getsockname()[1], 5.0)
+        one, _ = listener.accept()
+    one.sendall(b'{"a": 1}\n{"b"')
+    one.sendall(b": 2}\n")
+    one.close()
+    select.select([link], [], [], 10.0)
+    assert link.receive() == [{"a": 1}, {"b": 2}]
+    with pytest.raises(ConnectionError):
+        link.receive()
+    link.close()
+
+
+def test_progress_moves_with_phases_layers_files_and_debuggers(tmp_path: Path) -> None:
+    progress = Progress()
+    progress.count()
+    assert progress.doing == STARTING
+    assert progress.count() == progress.count()
+    for change in (
+        lambda: progress.at(COMPUTING, 1),
+        lambda: (tmp_path / "file").write_bytes(bytes(3 << 20)),
+    ):
+        before = progress.count()
+        change()
+        assert progress.count() > before
+    model = Decoder(ModelConfig(num_layers=1, hidden_size=8, num_heads=2, vocab_size=16))
+    progress.follow(model)
+    before = progress.count()
+    model(torch.zeros(1, 2, dtype=torch.int64))
+    assert progress.count() > before
+    assert not progress.warm
+    progress.at(COMPUTING, 2)
+    assert progress.warm
+
+
+def test_a_rank_in_a_debugger_is_not_stuck() -> None:
+    progress = Progress()
+    source = "def look(progress): return [progress.count() for _ in range(3)]"
+    names: dict[str, object] = {"__name__": "pdb"}
+    exec(source, names)
+    counts = names["look"](progress)  # type: ignore[operator]
+    assert len(set(counts)) == 3
+
+
+def test_messages_are_json_lines() -> None:
+    beat = heartbeat_server.dataclasses.asdict(Beat(3, COMPUTING, 4, failed="x"))
+    assert Beat(**json.loads(json.dumps(beat))) == Beat(3, COMPUTING, 4, failed="x")
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (RuntimeError("[/x/gloo/transport/tcp/pair.cc:537] Connection closed by peer"), True),
+        (dist.DistBackendError("NCCL communicator was aborted"), True),
+        (dist.DistNetworkError("no route"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("gloo/transport"), False),
+        (KeyError("x"), False),
+    ],
+)
+def test_only_failures_of_communication_are_laid_on_other_ranks(
+    error: Exception, expected: bool
+) -> None:
+    assert is_communication_failure(error) is expected
