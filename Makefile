@@ -27,7 +27,7 @@ demo: $(INSTALLED)
 	$(BIN)/deepspeed --num_gpus 2 launch/pretrain.py configs/demo.yaml
 	$(BIN)/alibi-lm eval perplexity $(RUN) --suite evals/demo.yaml
 	$(BIN)/alibi-lm eval needle $(RUN) --suite evals/demo.yaml
-	$(BIN)/alibi-lm eval horizon $(RUN) --suite evals/demo.yaml
+	$(BIN)/alibi-lm eval attention-span $(RUN) --suite evals/demo.yaml
 	$(BIN)/alibi-lm export $(RUN)
 	$(BIN)/alibi-lm report $(RUN)
 

@@ -64,7 +64,7 @@ class Run:
         top_p: float | None = None,
         seed: int = 0,
         stop: Sequence[str] = (),
-        epsilon: float = 0.0,
+        pruning_tolerance: float = 0.0,
     ) -> list[str]:
         """What the model writes after each prompt, up to an end token or a text of `stop`.
 
@@ -73,12 +73,13 @@ class Run:
             max_new_tokens: how many tokens to add at most.
             temperature, top_k, top_p, seed: see `generation.generate`.
             stop: texts before which to end.
-            epsilon: what each head may leave out of a row, see `generation.decoding_cache`.
+            pruning_tolerance: see `generation.decoding_cache`.
         """
         ids = [self._ids(prompt) for prompt in prompts]
         found = generation.generate(
             self.decoder, ids, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
-            seed=seed, eos_id=self.tokenizer.eos_id, epsilon=epsilon,
+            seed=seed, eos_id=self.tokenizer.eos_id,
+            pruning_tolerance=pruning_tolerance,
         )  # fmt: skip
         return [
             _cut(self._continuation(start, new), stop)
@@ -95,7 +96,7 @@ class Run:
         top_p: float | None = None,
         seed: int = 0,
         stop: Sequence[str] = (),
-        epsilon: float = 0.0,
+        pruning_tolerance: float = 0.0,
     ) -> Iterator[str]:
         """The text of `generate` for one prompt, in pieces as soon as they are certain.
 
@@ -107,7 +108,8 @@ class Run:
         told = 0
         tokens = generation.stream(
             self.decoder, start, max_new_tokens, temperature=temperature, top_k=top_k,
-            top_p=top_p, seed=seed, eos_id=self.tokenizer.eos_id, epsilon=epsilon,
+            top_p=top_p, seed=seed, eos_id=self.tokenizer.eos_id,
+            pruning_tolerance=pruning_tolerance,
         )  # fmt: skip
         for token in tokens:
             new.append(token)

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from alibi_lm.bench.baselines import SIZES
-from alibi_lm.bench.interleaved_timing import in_turns, markdown, paired_ratio, publish, timed
-from alibi_lm.model.attention.dispatch import KERNELS, Request, attention
+from alibi_lm.bench.interleaved_timing import interleaved, markdown, paired_ratio, publish, timed
+from alibi_lm.model.attention.dispatch import KERNELS, AttentionRequest, attention
 from alibi_lm.model.pruning.bounds import DEFAULT_EPSILON
 from alibi_lm.model.slopes import alibi_slopes
 from alibi_lm.utils.errors import ConfigError, Problem
@@ -50,7 +50,7 @@ def benchmark_attention(settings: AttentionBenchmark, path: Path | None = None) 
         for name, way in ways.items():
             actions[f"{name}, forward"] = timed(partial(_forward, way, q, k, v))
             actions[name] = timed(partial(_both, way, q, k, v, grad))
-        seconds = in_turns(actions, settings.repeats)
+        seconds = interleaved(actions, settings.repeats)
         first = next(iter(ways))
         for name in ways:
             forward, both = seconds[f"{name}, forward"], seconds[name]
@@ -88,10 +88,13 @@ def _ways(heads: int, length: int, longest_square: int, q: Tensor) -> dict[str, 
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
     ways: dict[str, Way] = {}
-    for kernel in ("native_cpu", "flash_cpu"):
-        if KERNELS[kernel].lacks(q, q, q, Request(slopes, None, None)) is None:
+    for kernel in ("amx", "sdpa_cpu"):
+        if (
+            KERNELS[kernel].unsupported_reason(q, q, q, AttentionRequest(slopes, None, None))
+            is None
+        ):
             ways[f"{kernel}, alibi"] = ours(kernel, slopes)
-            ways[f"{kernel}, alibi, horizons"] = ours(kernel, slopes, DEFAULT_EPSILON)
+            ways[f"{kernel}, alibi, pruning"] = ours(kernel, slopes, DEFAULT_EPSILON)
             ways[f"{kernel}, no bias"] = ours(kernel, None)
     ways["torch, causal without bias"] = causal
     if length <= longest_square:

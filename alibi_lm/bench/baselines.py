@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from alibi_lm.config_loading import build
 from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.decoder import Decoder
-from alibi_lm.model.layers import Attention, set_attention_epsilon
+from alibi_lm.model.layers import Attention, set_pruning_tolerance
 from alibi_lm.model.position_scaling import head_slopes
 from alibi_lm.train.config import TrainConfig
 from alibi_lm.train.engine.compile import compile_blocks
@@ -25,7 +25,7 @@ SIZES: dict[str, dict[str, int]] = {
     "125m": {"num_layers": 12, "hidden_size": 768, "num_heads": 12, "vocab_size": 32000},
 }
 DENSE = "alibi-dense"
-"""ALiBi whose attention leaves nothing out (`train.attention_epsilon` 0)."""
+"""ALiBi whose attention leaves nothing out (`train.pruning_tolerance` 0)."""
 COMPILED = "alibi-compiled"
 """ALiBi whose blocks go through torch.compile (`train.compile`)."""
 OURS = ("alibi", DENSE, COMPILED, "alibi_learned", "none", "sinusoidal", "rotary", "t5")
@@ -103,7 +103,7 @@ def become(losses: Losses, name: str, shape: Shape) -> None:
 
 def _set_epsilon(losses: Losses, name: str) -> None:
     """What a run leaves out by default, or nothing."""
-    set_attention_epsilon(losses, 0.0 if name == DENSE else TrainConfig().attention_epsilon)
+    set_pruning_tolerance(losses, 0.0 if name == DENSE else TrainConfig().pruning_tolerance)
 
 
 def _our_loss(model: nn.Module, tokens: Tensor) -> Tensor:

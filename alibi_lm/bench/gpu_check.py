@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from alibi_lm.model.attention.dispatch import KERNELS, Request, attention
+from alibi_lm.model.attention.dispatch import KERNELS, AttentionRequest, attention
 from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.decoder import Decoder
 from alibi_lm.model.slopes import alibi_slopes
@@ -77,18 +77,18 @@ def gpu_check(settings: GpuCheck, path: Path) -> dict[str, Any]:
     usable = [kernel for kernel, lacking in result["kernels"].items() if lacking is None]
     parts: list[tuple[str, Callable[[], Any]]] = [
         ("correct", lambda: list(_correctness(settings, device, usable))),
-        ("horizons", lambda: list(_horizons(settings, device, usable))),
+        ("pruning", lambda: list(_horizons(settings, device, usable))),
         ("timed", lambda: list(_timings(settings, device, usable))),
         ("training", lambda: _training(settings, device)),
     ]
     for key, part in parts:
         result[key] = part()
-        checks = [*result.get("correct", []), *result.get("horizons", [])]
+        checks = [*result.get("correct", []), *result.get("pruning", [])]
         result["failed"] = [row for row in checks if not row["held"]]
         write_json(path, result)
     for line in check_lines(result):
-        console.say(line)
-    console.say(f"bench gpu-check: {path}")
+        console.info(line)
+    console.info(f"bench gpu-check: {path}")
     return result
 
 
@@ -169,7 +169,9 @@ def _correctness(
         exact = exact_results(inputs, slopes, window)
         for kernel in kernels:
             q, k, v = inputs[:3]
-            lacking = KERNELS[kernel].lacks(q, k, v, Request(slopes, window, None))
+            lacking = KERNELS[kernel].unsupported_reason(
+                q, k, v, AttentionRequest(slopes, window, None)
+            )
             if lacking:
                 continue
             found = _run(inputs, slopes, window, kernel)
@@ -197,9 +199,9 @@ def _horizons(
         exact = exact_results(inputs, slopes, None)[0]
         largest = float(inputs[2].double().norm(dim=-1).max())
         for kernel in kernels:
-            request = Request(slopes, None, None, EPSILON)
+            request = AttentionRequest(slopes, None, None, EPSILON)
             q, k, v = inputs[:3]
-            if not KERNELS[kernel].horizons or KERNELS[kernel].lacks(q, k, v, request):
+            if not KERNELS[kernel].pruning or KERNELS[kernel].unsupported_reason(q, k, v, request):
                 continue
             own, ours = (
                 float((_run(inputs, slopes, None, kernel, epsilon)[0].double() - exact)
@@ -254,11 +256,11 @@ def _timings(
             variants: list[tuple[str, tuple[float, ...] | None, float]] = [
                 ("", slopes, 0.0), (" without bias", None, 0.0)
             ]  # fmt: skip
-            if KERNELS[kernel].horizons:
-                variants.append((" horizons", slopes, 1e-6))
+            if KERNELS[kernel].pruning:
+                variants.append((" pruning", slopes, 1e-6))
             for suffix, biases, epsilon in variants:
-                request = Request(biases, None, None, epsilon)
-                if KERNELS[kernel].lacks(q, k, v, request) is None:
+                request = AttentionRequest(biases, None, None, epsilon)
+                if KERNELS[kernel].unsupported_reason(q, k, v, request) is None:
                     calls[kernel + suffix] = _call(leaves, biases, epsilon, kernel)
         yield {
             "length": length,

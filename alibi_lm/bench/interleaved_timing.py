@@ -67,7 +67,7 @@ def timed(action: Callable[[], object]) -> Callable[[], float]:
     return way
 
 
-def in_turns(
+def interleaved(
     ways: Mapping[str, Callable[[], float]], repeats: int, warm_ups: int = 1
 ) -> dict[str, list[float]]:
     """What each way measures, in seconds, `repeats` times in turns.
@@ -99,7 +99,7 @@ def markdown(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str
 def publish(result: dict[str, Any], lines: Sequence[str], path: Path | None) -> None:
     """Say a result, and write it where that was asked for."""
     for line in lines:
-        console.say(line)
+        console.info(line)
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, result)

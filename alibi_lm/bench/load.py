@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from alibi_lm.bench.interleaved_timing import in_turns, markdown, paired_ratio, publish
+from alibi_lm.bench.interleaved_timing import interleaved, markdown, paired_ratio, publish
 from alibi_lm.config import Config
 from alibi_lm.config_loading import build
 from alibi_lm.data.indexed import TokenFileWriter, bin_path, idx_path
 from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.decoder import Decoder
 from alibi_lm.model.flops import num_parameters
-from alibi_lm.train.data import Inputs, open_inputs
+from alibi_lm.train.data import TrainingData, open_training_data
 from alibi_lm.utils.errors import DataError, Problem
 from alibi_lm.utils.memory import private_bytes
 
@@ -99,7 +99,7 @@ def _lengths(generator: np.random.Generator, total: int) -> np.ndarray:
 
 def _measure(prefix: Path, settings: LoadBenchmark) -> dict[str, Any]:
     start = time.perf_counter()
-    inputs = open_inputs(_config(prefix, settings))
+    inputs = open_training_data(_config(prefix, settings))
     opened = time.perf_counter() - start
     forget(bin_path(prefix))
     steps = count()
@@ -127,7 +127,7 @@ def _measure(prefix: Path, settings: LoadBenchmark) -> dict[str, Any]:
             optimizer.zero_grad()
         return time.perf_counter() - start
 
-    seconds = in_turns({"load": load, "train": train}, settings.repeats)
+    seconds = interleaved({"load": load, "train": train}, settings.repeats)
     tokens = settings.global_batch_size * settings.sequence_length
     speeds = {
         "load": [settings.loaded_steps * tokens / taken for taken in seconds["load"]],
@@ -158,7 +158,7 @@ def _config(prefix: Path, settings: LoadBenchmark) -> Config:
     return build(Config, {"run": run, "data": data, "model": dict(MODEL), "train": train})
 
 
-def _batches(inputs: Inputs, num_steps: int) -> list[list[torch.Tensor]]:
+def _batches(inputs: TrainingData, num_steps: int) -> list[list[torch.Tensor]]:
     return [inputs.micro_batches(step, 0, 1) for step in range(num_steps)]
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from alibi_lm.bench.interleaved_timing import in_turns, markdown, paired_ratio, publish, timed
+from alibi_lm.bench.interleaved_timing import interleaved, markdown, paired_ratio, publish, timed
 from alibi_lm.model.cross_entropy import linear_cross_entropy
 from alibi_lm.utils.memory import peak_resident_bytes, resident_bytes
 
@@ -73,7 +73,7 @@ def benchmark_loss(settings: LossBenchmark, path: Path | None = None) -> dict[st
         "bytes": memory,
     }
     ways = {way: timed(partial(_step, way, inputs)) for way in WAYS}
-    seconds = result["seconds"] = in_turns(ways, settings.repeats, warm_ups=0)
+    seconds = result["seconds"] = interleaved(ways, settings.repeats, warm_ups=0)
     others = [way for way in WAYS if way != "plain"]
     result["memory_ratio"] = {w: median(memory[w]) / median(memory["plain"]) for w in others}
     result["time_ratio"] = {w: paired_ratio(seconds[w], seconds["plain"]).as_dict() for w in others}

@@ -15,8 +15,8 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from alibi_lm.bench.interleaved_timing import in_turns, markdown, paired_ratio, publish
-from alibi_lm.train.data import open_inputs
+from alibi_lm.bench.interleaved_timing import interleaved, markdown, paired_ratio, publish
+from alibi_lm.train.data import open_training_data
 from alibi_lm.train.engine.deepspeed_config import deepspeed_config
 from alibi_lm.train.environment import free_port
 from alibi_lm.train.monitoring.hardware import threads_per_rank
@@ -63,7 +63,9 @@ def benchmark_start(
     ranks = settings.num_ranks
     overrides = [*settings.overrides, *_ONE_STEP]
     config, block = read_config(settings.config, overrides, ranks)
-    open_inputs(config)  # finds model.vocab_size, and what is wrong before anything is started
+    open_training_data(
+        config
+    )  # finds model.vocab_size, and what is wrong before anything is started
     data_ranks = ranks // (config.parallel.tp * config.parallel.pp)
     engine_config = deepspeed_config(config, block, data_ranks)
     shape = {
@@ -88,7 +90,7 @@ def benchmark_start(
             OURS: ours,
             BARE: lambda: seconds_until("first step done", launcher(ranks), bare_script),
         }
-        seconds = in_turns(ways, settings.repeats)
+        seconds = interleaved(ways, settings.repeats)
     result: dict[str, Any] = {
         "model": {name: value for name, value in shape.items() if name != "deepspeed"},
         "zero_stage": engine_config["zero_optimization"]["stage"],

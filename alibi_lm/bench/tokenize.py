@@ -1,4 +1,4 @@
-"""Speed of tokenising with one process and with all cores, beside the library's own batch call."""
+"""Speed of tokenizing with one process and with all cores, beside the library's own batch call."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from alibi_lm.bench.interleaved_timing import in_turns, markdown, paired_ratio, publish, timed
+from alibi_lm.bench.interleaved_timing import interleaved, markdown, paired_ratio, publish, timed
 from alibi_lm.data.config import RecipeConfig, SourceConfig
 from alibi_lm.data.indexed import token_dtype
 from alibi_lm.data.preparation.documents import Document, Reader
@@ -21,7 +21,7 @@ from alibi_lm.data.tokenizer import Tokenizer
 OURS, LIBRARY = "ours", "library"
 
 
-def benchmark_tokenise(
+def benchmark_tokenize(
     recipe: RecipeConfig,
     tokenizer: Tokenizer,
     num_workers: int | None = None,
@@ -29,14 +29,14 @@ def benchmark_tokenise(
     repeats: int = 7,
     path: Path | None = None,
 ) -> dict[str, Any]:
-    """Tokenise the start of a recipe's sources in four ways, in turns; say and return the result.
+    """Tokenize the start of a recipe's sources in four ways, in turns; say and return the result.
 
     Ours is what `prepare` does up to the arrays that it writes; the library's is one call with all
     documents and as many threads, up to its lists of ids. Both with one process or thread, and
     with several. Processes are started before the clock.
 
     Args:
-        recipe: whose documents are tokenised, those that are made aside; short sources are read
+        recipe: whose documents are tokenized, those that are made aside; short sources are read
             several times.
         tokenizer: what encodes them.
         num_workers: processes, or threads, of the parallel turns; by default one a core.
@@ -58,7 +58,7 @@ def benchmark_tokenise(
             threads = workers.num_workers
             ways[f"{OURS} {threads}"] = timed(partial(_encode, workers, batches))
             ways[f"{LIBRARY} {threads}"] = timed(partial(library, texts, threads))
-        seconds = in_turns(ways, repeats)
+        seconds = interleaved(ways, repeats)
     ours = {n: seconds[f"{OURS} {n}"] for n in counts}
     theirs = {n: seconds[f"{LIBRARY} {n}"] for n in counts}
     result = {
@@ -117,7 +117,7 @@ def benchmark_lines(result: dict[str, Any]) -> list[str]:
             ]
         )
     return [
-        f"tokenising {result['bytes'] / 1e6:.1f} MB ({result['tokenizer']}); medians of "
+        f"tokenizing {result['bytes'] / 1e6:.1f} MB ({result['tokenizer']}); medians of "
         f"{result['repeats']} interleaved repetitions",
         *markdown(["processes or threads", "ours", "the library's batch call", "speed"], rows),
         f"all processes to one: {result['speed_to_one']['median']:.2f} times",

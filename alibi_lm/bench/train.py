@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from alibi_lm.bench.baselines import SAME_PARAMETERS, SIZES, Shape, available
-from alibi_lm.bench.interleaved_timing import Ratio, in_turns, markdown, paired_ratio, publish
+from alibi_lm.bench.interleaved_timing import Ratio, interleaved, markdown, paired_ratio, publish
 from alibi_lm.bench.roofline import Machine, Rate
 from alibi_lm.bench.stepping import Job, Trainee
 from alibi_lm.model.flops import flops_per_token
@@ -79,7 +79,7 @@ def benchmark_train(settings: TrainBenchmark, path: Path | None = None) -> dict[
         ways: dict[str, Callable[[], float]] = {}
         for job, trainee in zip(jobs, started, strict=True):
             ways |= {name: partial(trainee.step, name) for name in job.names}
-        seconds = in_turns(ways | {"machine": machine}, settings.repeats, WARM_UPS)
+        seconds = interleaved(ways | {"machine": machine}, settings.repeats, WARM_UPS)
         profile = started[0].profile()
     alone = {name: replace(jobs[0], names=(name,)) for name in settings.names}
     peaks = _peaks(alone, settings.memory_starts)

@@ -26,10 +26,10 @@ from alibi_lm.checkpoint.folder import (
 )
 from alibi_lm.checkpoint.fragments import KINDS, PARAM, FragmentReader, fragment_key
 from alibi_lm.checkpoint.safetensors_io import write_stream
-from alibi_lm.parallel.shard import Run
+from alibi_lm.parallel.shard import StridedSlice
 from alibi_lm.utils.errors import CheckpointError, Problem
 from alibi_lm.utils.files import sync
-from alibi_lm.utils.locking import alone
+from alibi_lm.utils.locking import exclusive_lock
 
 _AT_ONCE = 1 << 18
 """Elements that are in memory at a time."""
@@ -65,7 +65,7 @@ def convert(source: Path, out: Path, *, num_shards: int = 1, weights_only: bool 
         rule = f"is the name of another step than {meta['step']}"
         raise CheckpointError(Problem(str(out), None, rule, f"call it {folder.name}"))
     partial = out.with_name(f".partial_{out.name}")
-    with alone(partial, CheckpointError):
+    with exclusive_lock(partial, CheckpointError):
         try:
             _clear(partial)
             _write(folder, meta, partial, num_shards, weights_only)
@@ -137,7 +137,9 @@ def _split(
 def _write_shard(reader: FragmentReader, parts: list[_Part], path: Path) -> dict[str, Any]:
     """Write a safetensors file piece by piece; returns its size and sha256."""
     shapes = {
-        fragment_key(part.name, part.kind, Run.contiguous(part.start, part.numel)): (part.numel,)
+        fragment_key(part.name, part.kind, StridedSlice.contiguous(part.start, part.numel)): (
+            part.numel,
+        )
         for part in parts
     }
     return write_stream(path, shapes, (block for part in parts for block in _blocks(reader, part)))

@@ -24,8 +24,8 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
-from alibi_lm.parallel.shard import Run
-from alibi_lm.parallel.strided_reader import RunReader
+from alibi_lm.parallel.shard import StridedSlice
+from alibi_lm.parallel.strided_reader import StridedReader
 from alibi_lm.utils.errors import CheckpointError, Problem
 
 PARAM = "param"
@@ -33,9 +33,9 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 KINDS = (PARAM, *MOMENTS)
 
 
-def fragment_key(name: str, kind: str, where: int | Run) -> str:
+def fragment_key(name: str, kind: str, where: int | StridedSlice) -> str:
     """The key under which a fragment is stored: its first element, or its runs."""
-    if isinstance(where, Run):
+    if isinstance(where, StridedSlice):
         if not where.is_contiguous:
             return f"{name}|{kind}|{where.start}:{where.length}:{where.stride}"
         where = where.start
@@ -44,7 +44,7 @@ def fragment_key(name: str, kind: str, where: int | Run) -> str:
 
 @dataclass(frozen=True)
 class _Piece:
-    run: Run
+    run: StridedSlice
     file: Any
     key: str
 
@@ -75,7 +75,7 @@ class _Piece:
             first, stored = first + 1, stored[count:]
 
 
-class FragmentReader(RunReader):
+class FragmentReader(StridedReader):
     """Reads slices of named flat tensors from a checkpoint's shard files. A context manager.
 
     Raises:
@@ -122,7 +122,7 @@ class FragmentReader(RunReader):
             numel = file.get_slice(key).get_shape()[0]
             start, *rest = map(int, place.split(":"))
             length, stride = rest or (numel, numel)
-            run = Run(start, numel, length, stride)
+            run = StridedSlice(start, numel, length, stride)
             self._pieces.setdefault((name, kind), []).append(_Piece(run, file, key))
 
     def _check_cover(self) -> None:
@@ -160,7 +160,7 @@ class FragmentReader(RunReader):
             yield name, self.tensor(name, kind)
 
 
-def _covered(runs: Sequence[Run]) -> int:
+def _covered(runs: Sequence[StridedSlice]) -> int:
     """Up to which element the runs cover a tensor from its start, each element exactly once."""
     if all(run.is_contiguous for run in runs):
         starts = np.array([run.start for run in runs], dtype=np.int64)

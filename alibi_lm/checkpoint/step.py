@@ -25,7 +25,7 @@ from alibi_lm.config import Config, load_config
 from alibi_lm.data.tokenizer import Tokenizer, load_tokenizer
 from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.decoder import Decoder, filled_decoder
-from alibi_lm.parallel.mesh import ALONE, Axis
+from alibi_lm.parallel.mesh import NO_PARALLEL, ParallelDim
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Step:
         self,
         dtype: torch.dtype = torch.float32,
         model: ModelConfig | None = None,
-        tp: Axis = ALONE,
+        tp: ParallelDim = NO_PARALLEL,
     ) -> Decoder:
         """The model with this step's weights in `dtype`, in evaluation mode.
 

@@ -52,7 +52,8 @@ from alibi_lm.cli.arguments import RUN, FiniteRange
     help="Measure perplexity at lengths up to this one, such as 1048576; 0 leaves it out.",
 )
 @click.option(
-    "--epsilon",
+    "--pruning-tolerance",
+    "pruning_tolerance",
     type=FiniteRange(0, 1, min_open=True, max_open=True),
     default=1e-6,
     show_default=True,
@@ -67,7 +68,7 @@ def long_inputs(
     precision: str,
     repeats: int,
     curve: int,
-    epsilon: float,
+    pruning_tolerance: float,
 ) -> None:
     """Score and decode long inputs with RUN's model, by horizons and densely.
 
@@ -87,7 +88,7 @@ def long_inputs(
         corpus = step.config.data.corpora[0].prefix
     settings = LongBenchmark(
         sorted(lengths), sorted(length for length in dense_lengths if length), 16384,
-        sorted(positions), epsilon, precision, repeats,
+        sorted(positions), pruning_tolerance, precision, repeats,
         [256 * 4**n for n in range(12) if 256 * 4**n <= curve],
     )  # fmt: skip
     benchmark_long(step, corpus, settings)

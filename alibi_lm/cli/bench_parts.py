@@ -25,19 +25,19 @@ JSON = click.option("--json", "path", type=click.Path(path_type=Path, dir_okay=F
 def tokenize(
     recipe: Path, overrides: Sequence[str], megabytes: float, repeats: int, path: Path | None
 ) -> None:
-    """Tokenise the start of RECIPE's corpora, beside the tokenizer library's own batch call.
+    """Tokenize the start of RECIPE's corpora, beside the tokenizer library's own batch call.
 
     With one process and with all cores. The recipe must have been prepared: its tokenizer is the
     one measured.
     """
-    from alibi_lm.bench.tokenize import benchmark_tokenise
+    from alibi_lm.bench.tokenize import benchmark_tokenize
     from alibi_lm.data.preparation.prepare import load_recipe
     from alibi_lm.data.tokenizer import load_tokenizer
 
     loaded = load_recipe(recipe, list(overrides))
     tokenizer = load_tokenizer(Path(loaded.output) / "tokenizer")
     size = int(megabytes * 1e6)
-    benchmark_tokenise(loaded, tokenizer, num_bytes=size, repeats=repeats, path=path)
+    benchmark_tokenize(loaded, tokenizer, num_bytes=size, repeats=repeats, path=path)
 
 
 @click.command()

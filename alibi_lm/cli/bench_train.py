@@ -44,7 +44,7 @@ def train(
 ) -> None:
     """Training steps of this project's model and of others of its size, in turns.
 
-    alibi-dense leaves no keys out (train.attention_epsilon 0), alibi-compiled goes through
+    alibi-dense leaves no keys out (train.pruning_tolerance 0), alibi-compiled goes through
     torch.compile (train.compile). mpt and bloom are transformers' own classes; x-transformers is
     its decoder with alibi_pos_bias, if that package is installed.
     """

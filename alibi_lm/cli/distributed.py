@@ -18,16 +18,16 @@ from alibi_lm.utils.errors import (
 )
 from alibi_lm.utils.logging import console
 
-ALIKE = timedelta(seconds=30)
+AGREEMENT_TIMEOUT = timedelta(seconds=30)
 """Time within which all ranks come to the same error."""
 
 if TYPE_CHECKING:
     from alibi_lm.evals.config import SuiteConfig
-    from alibi_lm.evals.models.sharded import Ranks
+    from alibi_lm.evals.models.sharded import EvalRanks
 
 
 def on_ranks(
-    read: Callable[[], SuiteConfig], work: Callable[[SuiteConfig, Ranks], None], local_rank: int
+    read: Callable[[], SuiteConfig], work: Callable[[SuiteConfig, EvalRanks], None], local_rank: int
 ) -> None:
     """Do `work` in this process, or as one of the ranks that a launcher has started.
 
@@ -60,7 +60,7 @@ def on_ranks(
 
 
 def _one_of_several(
-    read: Callable[[], SuiteConfig], work: Callable[[SuiteConfig, Ranks], None]
+    read: Callable[[], SuiteConfig], work: Callable[[SuiteConfig, EvalRanks], None]
 ) -> int:
     """This rank's exit code."""
     from alibi_lm.train.entry import quiet_libraries, share_cores
@@ -72,18 +72,18 @@ def _one_of_several(
     # Imported here: DeepSpeed picks its accelerator and log level from the environment.
     import torch.distributed as dist
 
-    from alibi_lm.evals.models.sharded import Ranks
-    from alibi_lm.parallel.mesh import Axis, make_mesh
+    from alibi_lm.evals.models.sharded import EvalRanks
+    from alibi_lm.parallel.mesh import ParallelDim, make_mesh
     from alibi_lm.train.distributed import join_process_group
 
     try:
         join_process_group(int(os.environ["LOCAL_RANK"]))
         rank, size = dist.get_rank(), dist.get_world_size()
-        everyone = Ranks(rank, dp=Axis(rank, size))
-        suite = everyone.together(read)
+        everyone = EvalRanks(rank, dp=ParallelDim(rank, size))
+        suite = everyone.run_on_all_ranks(read)
         _check_degree(suite.parallel.tp, size)
         mesh = make_mesh(suite.parallel.tp)
-        work(suite, Ranks(rank, mesh.tp, mesh.dp))
+        work(suite, EvalRanks(rank, mesh.tp, mesh.dp))
         dist.barrier()  # rank 0 writes last
     except UserError as error:
         return _told(error)
@@ -113,7 +113,7 @@ def _told(error: UserError) -> int:
     if dist.is_initialized():
         # The launcher ends all ranks when the first one leaves: rank 0 writes its line before.
         try:
-            dist.barrier(async_op=True).wait(ALIKE)
+            dist.barrier(async_op=True).wait(AGREEMENT_TIMEOUT)
         except RuntimeError:  # the others go on: it is this rank's alone
             if console.muted:
                 console.muted = False

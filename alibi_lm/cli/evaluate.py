@@ -15,9 +15,9 @@ from alibi_lm.utils.logging import console
 
 if TYPE_CHECKING:
     from alibi_lm.evals.config import SuiteConfig
-    from alibi_lm.evals.models.sharded import Ranks
+    from alibi_lm.evals.models.sharded import EvalRanks
 
-SUBJECT = click.argument("subject", metavar="RUN|hf:MODEL")
+SUBJECT = click.argument("eval_model", metavar="RUN|hf:MODEL")
 ENGINE = click.option(
     "--engine",
     type=click.Choice(["native", "hf"]),
@@ -43,16 +43,16 @@ EVALS = {
     "perplexity": "Perplexity by length, over the same tokens at every length.",
     "needle": "Needle in a haystack, depth by length.",
     "retrieval": "The passkey, associative recall and RULER's tasks, by length.",
-    "generalisation": "Copying, addition and sorting with more items than were trained.",
-    "horizon": "How far each head provably, and truly, reads; a model with linear biases.",
+    "generalization": "Copying, addition and sorting with more items than were trained.",
+    "attention_span": "How far each head provably, and truly, reads; a model with linear biases.",
 }
 """The evals, by the section of a suite that has their name."""
 MODULES = {
     "perplexity": "perplexity.evaluation",
     "needle": "retrieval.needle",
     "retrieval": "retrieval.evaluation",
-    "generalisation": "generalization.evaluation",
-    "horizon": "attention_span.evaluation",
+    "generalization": "generalization.evaluation",
+    "attention_span": "attention_span.evaluation",
 }
 
 
@@ -69,7 +69,7 @@ def _command(name: str, words: str) -> click.Command:
     """The command of an eval."""
 
     def run(
-        subject: str,
+        eval_model: str,
         overrides: Sequence[str],
         suite: Path | None,
         force: bool,
@@ -77,20 +77,20 @@ def _command(name: str, words: str) -> click.Command:
         out: Path | None,
         local_rank: int,
     ) -> None:
-        from alibi_lm.evals.models.base import Choices
-        from alibi_lm.evals.models.resolve import open_subject
+        from alibi_lm.evals.models.base import EvalOptions
+        from alibi_lm.evals.models.resolve import resolve_model
         from alibi_lm.evals.suite import read_suite
 
-        def work(settings: SuiteConfig, ranks: Ranks) -> None:
+        def work(settings: SuiteConfig, ranks: EvalRanks) -> None:
             evaluate = import_module(f"alibi_lm.evals.{MODULES[name]}").evaluate
-            opened = open_subject(subject, Choices.of(settings, engine, out, ranks))
+            opened = resolve_model(eval_model, EvalOptions.of(settings, engine, out, ranks))
             evaluate(opened, getattr(settings, name), force=force)
 
         on_ranks(lambda: read_suite(suite, overrides), work, local_rank)
 
     for option in reversed(OPTIONS):
         run = option(run)
-    return click.command(name, help=words)(run)
+    return click.command(name.replace("_", "-"), help=words)(run)
 
 
 for _name, _words in EVALS.items():
@@ -102,33 +102,33 @@ for _name, _words in EVALS.items():
 @OVERRIDES
 @ENGINE
 @OUT
-def report(subject: str, overrides: Sequence[str], engine: Any, out: Path | None) -> None:
+def report(eval_model: str, overrides: Sequence[str], engine: Any, out: Path | None) -> None:
     """Write a model's evals as one HTML page and print their summary."""
-    from alibi_lm.evals.models.base import Choices
-    from alibi_lm.evals.models.resolve import open_subject
+    from alibi_lm.evals.models.base import EvalOptions
+    from alibi_lm.evals.models.resolve import resolve_model
     from alibi_lm.evals.models.sharded import ONE_PROCESS
     from alibi_lm.evals.report.report import summary_lines, write_report
     from alibi_lm.evals.suite import read_suite
 
     settings = read_suite(None, overrides)
-    opened = open_subject(subject, Choices.of(settings, engine, out, ONE_PROCESS))
+    opened = resolve_model(eval_model, EvalOptions.of(settings, engine, out, ONE_PROCESS))
     write_report(opened)
     for line in summary_lines(opened):
-        console.say(line)
+        console.info(line)
 
 
 @click.command()
-@click.argument("subjects", metavar="RUN|hf:MODEL ...", nargs=-1, required=True)
+@click.argument("eval_models", metavar="RUN|hf:MODEL ...", nargs=-1, required=True)
 @click.option("--page", type=click.Path(path_type=Path, dir_okay=False), required=True,
               help="The HTML file to write; its pictures lie beside it.")  # fmt: skip
-def compare(subjects: Sequence[str], page: Path) -> None:
+def compare(eval_models: Sequence[str], page: Path) -> None:
     """Put the evals of several models on one HTML page. Measures nothing."""
-    from alibi_lm.evals.models.base import Choices
-    from alibi_lm.evals.models.resolve import open_subject
+    from alibi_lm.evals.models.base import EvalOptions
+    from alibi_lm.evals.models.resolve import resolve_model
     from alibi_lm.evals.models.sharded import ONE_PROCESS
     from alibi_lm.evals.report.comparison import write_comparison
     from alibi_lm.evals.suite import read_suite
 
-    choices = Choices.of(read_suite(None, ()), None, None, ONE_PROCESS)
-    write_comparison([open_subject(name, choices) for name in subjects], page)
-    console.say(f"comparison: {page}")
+    choices = EvalOptions.of(read_suite(None, ()), None, None, ONE_PROCESS)
+    write_comparison([resolve_model(name, choices) for name in eval_models], page)
+    console.info(f"comparison: {page}")

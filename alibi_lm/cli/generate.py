@@ -32,7 +32,8 @@ from alibi_lm.utils.logging import console
 @click.option("--stream/--no-stream", default=None,
               help="Write text as it comes; by default on a terminal, for one prompt.")  # fmt: skip
 @click.option(
-    "--epsilon",
+    "--pruning-tolerance",
+    "pruning_tolerance",
     type=FiniteRange(0, 1, max_open=True),
     default=1e-6,
     show_default=True,
@@ -48,7 +49,7 @@ def generate(
     seed: int,
     stops: Sequence[str],
     stream: bool | None,
-    epsilon: float,
+    pruning_tolerance: float,
 ) -> None:
     """Let RUN's model go on from prompts.
 
@@ -84,15 +85,23 @@ def generate(
             top_p=top_p,
             seed=seed,
             stop=stops,
-            epsilon=epsilon,
+            pruning_tolerance=pruning_tolerance,
         ):
             console.write(piece)
         console.write("\n")
         return
-    continued = loaded.generate(texts, max_new_tokens, temperature=temperature, top_k=top_k,
-                                top_p=top_p, seed=seed, stop=stops, epsilon=epsilon)  # fmt: skip
+    continued = loaded.generate(
+        texts,
+        max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        stop=stops,
+        pruning_tolerance=pruning_tolerance,
+    )
     for text, more in zip(texts, continued, strict=True):
-        console.say(text + more)
+        console.info(text + more)
 
 
 def _texts(prompts: Sequence[str]) -> list[str]:

@@ -9,9 +9,9 @@ import click
 
 from alibi_lm.cli.arguments import OVERRIDES, RUN
 
-PROOF = click.option(
-    "--proof",
-    type=click.Choice(["logits", "layers", "weights"]),
+PARITY = click.option(
+    "--parity",
+    type=click.Choice(["logits", "blockwise", "weights"]),
     help="What is compared: logits of both models whole (the default where memory holds them) or "
     "block by block (the default for larger ones), or only the bits of the weights.",
 )
@@ -29,16 +29,16 @@ PROOF = click.option(
 )
 @click.option(
     "--format",
-    "layout",
+    "export_spec",
     type=click.Choice(["mpt", "bloom"]),
     help="Hugging Face class; by default the one that the model's shape fits.",
 )
 @click.option("--tokenizer/--no-tokenizer", default=True, help="Whether to write a tokenizer.")
-@PROOF
+@PARITY
 @click.option(
     "--with-code",
     is_flag=True,
-    help="Write our own modelling file beside the weights, for trust_remote_code: for windows and "
+    help="Write our own modeling file beside the weights, for trust_remote_code: for windows and "
     "position schemes that no stock class computes.",
 )
 @click.option("--push", metavar="REPO", help="Upload the proven folder to the hub's REPO.")
@@ -50,7 +50,7 @@ def export(
     dtype: str,
     layout: str | None,
     tokenizer: bool,
-    proof: str | None,
+    parity: str | None,
     with_code: bool,
     push: str | None,
     private: bool | None,
@@ -76,7 +76,7 @@ def export(
     step = open_to_export(run)
     folder = out or step.hf_folder
     run_export(step, folder, dtype=dtype, format=layout, tokenizer=tokenizer,
-               proof=proof, with_code=with_code)  # fmt: skip
+               parity=parity, with_code=with_code)  # fmt: skip
     if push is not None:
         run_push(folder, push, private=private is not False, dry_run=dry_run)
 
@@ -87,14 +87,14 @@ def export(
 @OVERRIDES
 @click.option("--tokenizer/--no-tokenizer", default=True, help="Whether to take its tokenizer.")
 @click.option("--allow-pickle", is_flag=True, help="Read pytorch_model.bin files (tensors only).")
-@PROOF
+@PARITY
 def import_command(
     folder: Path,
     run: Path,
     overrides: Sequence[str],
     tokenizer: bool,
     allow_pickle: bool,
-    proof: str | None,
+    parity: str | None,
 ) -> None:
     """Make RUN of the BLOOM or MPT model in FOLDER, and compare its logits.
 
@@ -103,4 +103,4 @@ def import_command(
     from alibi_lm.hf.importing.importer import import_folder
 
     import_folder(folder, run, overrides=overrides, tokenizer=tokenizer,
-                  allow_pickle=allow_pickle, proof=proof)  # fmt: skip
+                  allow_pickle=allow_pickle, parity=parity)  # fmt: skip

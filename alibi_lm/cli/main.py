@@ -56,7 +56,7 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):  # a locale's encoding may lack a text's characters
             stream.reconfigure(errors="backslashreplace")
     # https://no-color.org: any value but an empty one.
-    console.coloured = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    console.colored = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 @main.command()
@@ -119,7 +119,7 @@ def plan(
         raise ConfigError(Problem("--rank", rank, f"is not one of {num_ranks} ranks", fix))
     made = make_plan(config, overrides, num_ranks)
     for line in plan_lines(made, slopes=slopes) if rank is None else rank_lines(made, rank):
-        console.say(line)
+        console.info(line)
 
 
 @main.command()
@@ -200,7 +200,7 @@ def list_checkpoints(run: Path) -> None:
             continue
         size = sum(facts["bytes"] for facts in meta["files"].values()) / 2**20
         layout = meta["layout"]
-        console.say(
+        console.info(
             f"{folder.name}  step {meta['step']:,}  {meta['tokens']:,} tokens  {size:,.1f} MiB  "
             f"{layout['world_size']} ranks, tp {layout.get('tp', 1)}, pp {layout.get('pp', 1)}, "
             f"ZeRO {layout['zero_stage']}  {meta['saved_at']}"
@@ -224,7 +224,7 @@ def verify_checkpoints(run: Path) -> None:
         problems.extend(found)
         if not found:
             good.append(folder)
-            console.say(f"{folder.name}  good")
+            console.info(f"{folder.name}  good")
     stale = latest_problem(run, *good[-1:], folders[-1]) if folders != [run] else None
     if stale is not None:
         console.warn(str(stale))
@@ -252,7 +252,7 @@ def convert_checkpoint(run: Path, out: Path, shards: int, weights_only: bool) ->
     from alibi_lm.checkpoint.convert import convert
 
     written = convert(run, out, num_shards=shards, weights_only=weights_only)
-    console.say(f"checkpoint {written}")
+    console.info(f"checkpoint {written}")
 
 
 @main.group(cls=Commands, invoke_without_command=True)

@@ -12,7 +12,7 @@ from alibi_lm.utils.errors import Problem
 
 @dataclass
 class CorpusConfig:
-    """One tokenised corpus of a run."""
+    """One tokenized corpus of a run."""
 
     prefix: str
     """Path of the token files without their .bin and .idx endings."""
@@ -264,7 +264,7 @@ class RecipeConfig:
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     """The tokenizer to use or train."""
     num_workers: int | None = None
-    """Processes that tokenise; by default one a core."""
+    """Processes that tokenize; by default one a core."""
     seed: int = 0
     """Seed of the tokenizer trainer's choice of documents."""
 

@@ -5,7 +5,7 @@ encodes to a control token (text that spells `</s>` or `<0x0A>` is text). Two ch
 
 - U+2581 is sentencepiece's own sign for a space, and it decodes it as one. Here it is encoded as
   its three UTF-8 byte pieces, which decode to U+2581. A Hugging Face tokenizer does the same
-  without any normaliser where its vocabulary spells a space as a space: U+2581 is then a
+  without any normalizer where its vocabulary spells a space as a space: U+2581 is then a
   character without a piece, which byte fallback encodes as the same three bytes. A model without
   byte pieces cannot hold it, and encoding it is refused.
 - A lone surrogate is half a character, has no UTF-8 form, and is refused.

@@ -60,7 +60,7 @@ def _problem_of(host: str, text: str) -> Problem:
 
 
 def _no_report(each: Examined) -> Problem:
-    words = each.answer.last_words()
+    words = each.answer.exit_reason()
     if each.host != THIS and each.answer.code == 255:
         fix = f"let `ssh {each.host} hostname` work without a password"
         return Problem(f"{each.host}: ssh", None, f"does not get there ({words})", fix)
@@ -93,7 +93,7 @@ def meeting_problems(hosts: Sequence[Examined]) -> Iterator[Problem]:
     for each in hosts:
         meeting = each.meeting
         if meeting is None:
-            rule = f"did not come to the meeting ({each.answer.last_words()})"
+            rule = f"did not come to the meeting ({each.answer.exit_reason()})"
             yield Problem(f"{each.host}: all-reduce", None, rule, "look at that host")
             continue
         unseen = [name for host, name in everyone.items() if host not in meeting.seen]

@@ -61,7 +61,7 @@ def examine(
         host, _, key = problem.key.partition(": ")
         failed.setdefault(host, set()).add(key.split(" ")[0])
     for line in table(hosts, failed):
-        console.say(line)
+        console.info(line)
     for host in slots:
         if host != THIS and waits_for_ever(host):
             console.warn(

@@ -70,7 +70,7 @@ class Answer:
     output: str
     errors: str
 
-    def last_words(self) -> str:
+    def exit_reason(self) -> str:
         """The last line of its errors, for a message."""
         lines = [line.strip() for line in self.errors.splitlines() if line.strip()]
         return lines[-1] if lines else f"exit code {self.code}"

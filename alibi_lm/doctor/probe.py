@@ -58,7 +58,7 @@ def _read_run(request: Request, report: Report) -> None:
     # Imported here: a host without a config to read need not load DeepSpeed.
     from alibi_lm.config_loading import digest
     from alibi_lm.model.flops import num_parameters
-    from alibi_lm.train.data import open_inputs
+    from alibi_lm.train.data import open_training_data
     from alibi_lm.train.run import read_config
 
     assert request.config is not None
@@ -66,7 +66,7 @@ def _read_run(request: Request, report: Report) -> None:
         config, _ = read_config(request.config, request.overrides, request.num_ranks)
         report.config = digest(config)
         _look_at_disk(Path(config.run.dir), request.token, report)
-        facts = json.dumps(open_inputs(config).facts(), sort_keys=True)
+        facts = json.dumps(open_training_data(config).facts(), sort_keys=True)
         report.data = hashlib.sha256(facts.encode()).hexdigest()
     except UserError as error:
         report.problems.extend(str(problem) for problem in error.problems)

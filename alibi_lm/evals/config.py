@@ -27,16 +27,16 @@ class PerplexityConfig:
     """Tokens put through the model at once."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Arithmetic of the model; losses are fp32 always."""
-    epsilon: float | None = None
+    pruning_tolerance: float | None = None
     """Probability that a head may leave out of a row's far keys at lengths above 2,048; 0 is dense.
     By default 1e-6 where the model has linear biases and no window, else 0."""
     stride: int | None = None
     """Score sliding windows too, which move on by this many tokens; by default not."""
     fixed_targets: int | None = None
     """Score the last so many tokens of each document too, at every length; by default not."""
-    null_targets: int | None = 2000
+    truncated_context_targets: int | None = 2000
     """Size of the sample on which the null model is scored; null leaves it out."""
-    null_reach: int | None = None
+    truncated_context_length: int | None = None
     """Tokens that the null model's input is cut to; by default the training length."""
     seed: int = 0
     """Seed of that sample."""
@@ -47,11 +47,11 @@ class PerplexityConfig:
         """The rules of this section that are broken."""
         yield from _length_problems(self.lengths, f"{key}lengths")
         yield from _positive_problems(self, key, (
-            "max_tokens", "batch_tokens", "stride", "fixed_targets", "null_targets", "null_reach",
+            "max_tokens", "batch_tokens", "stride", "fixed_targets", "truncated_context_targets", "truncated_context_length",
         ))  # fmt: skip
         if self.seed < 0:
             yield Problem(f"{key}seed", self.seed, "is negative", "give 0 or more")
-        yield from _epsilon_problems(self.epsilon, key)
+        yield from _tolerance_problems(self.pruning_tolerance, key)
 
 
 @dataclass
@@ -72,7 +72,7 @@ class NeedleConfig:
     """Tokens put through the model at once."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Arithmetic of the model."""
-    epsilon: float | None = None
+    pruning_tolerance: float | None = None
     """Probability that a head may leave out of a row's far keys where prompt and answer are longer
     than 8,192 tokens; 0 is dense. By default 1e-6 where the model has linear biases and no window,
     else 0."""
@@ -90,7 +90,7 @@ class NeedleConfig:
             yield Problem(f"{key}num_distractors", self.num_distractors, rule, "give fewer")
         if self.seed < 0:
             yield Problem(f"{key}seed", self.seed, "is negative", "give 0 or more")
-        yield from _epsilon_problems(self.epsilon, key)
+        yield from _tolerance_problems(self.pruning_tolerance, key)
         if not self.depths:
             yield Problem(f"{key}depths", self.depths, "is empty", "give for example [0, 0.5, 1]")
         for depth in self.depths:
@@ -126,7 +126,7 @@ class RetrievalConfig:
     """Tokens put through the model at once."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Arithmetic of the model."""
-    epsilon: float | None = None
+    pruning_tolerance: float | None = None
     """Probability that a head may leave out of a row's far keys where prompt and answer are longer
     than 8,192 tokens; 0 is dense. By default 1e-6 where the model has linear biases and no window,
     else 0."""
@@ -141,7 +141,7 @@ class RetrievalConfig:
         yield from _positive_problems(self, key, ("num_trials", "batch_tokens"))
         if self.seed < 0:
             yield Problem(f"{key}seed", self.seed, "is negative", "give 0 or more")
-        yield from _epsilon_problems(self.epsilon, key)
+        yield from _tolerance_problems(self.pruning_tolerance, key)
         if not 0 < self.threshold <= 100:
             rule = "is not a percentage"
             yield Problem(f"{key}threshold", self.threshold, rule, f"give {RULER_THRESHOLD}")
@@ -162,7 +162,7 @@ class RetrievalConfig:
 
 
 @dataclass
-class HorizonConfig:
+class AttentionSpanConfig:
     """How far heads read."""
 
     num_tokens: int = 32768
@@ -170,7 +170,7 @@ class HorizonConfig:
     and best some times the longest reach."""
     num_queries: int = 128
     """Positions of its second half whose true reach is measured."""
-    epsilon: float = 1e-6
+    pruning_tolerance: float = 1e-6
     """Share of a row's probability that counts as nothing."""
     corpus: str | None = None
     """Prefix of the token files; by default the run's first validation corpus."""
@@ -180,9 +180,12 @@ class HorizonConfig:
     def problems(self, key: str) -> Iterator[Problem]:
         """The rules of this section that are broken."""
         yield from _positive_problems(self, key, ("num_tokens", "num_queries"))
-        if not 0 < self.epsilon < 1:
+        if not 0 < self.pruning_tolerance < 1:
             yield Problem(
-                f"{key}epsilon", self.epsilon, "is not in (0, 1)", "give for example 1e-6"
+                f"{key}pruning_tolerance",
+                self.pruning_tolerance,
+                "is not in (0, 1)",
+                "give for example 1e-6",
             )
 
 
@@ -200,7 +203,7 @@ class RanksConfig:
 
 
 @dataclass
-class GeneralisationConfig:
+class GeneralizationConfig:
     """Copying, addition and sorting with more items than were trained."""
 
     tasks: list[Literal["copy", "addition", "sort"]] = field(
@@ -248,7 +251,7 @@ class SuiteConfig:
     """Prefix of the token files that every eval reads, where its own section names none; by
     default the run's validation corpora."""
     text: str | list[str] | None = None
-    """Instead: text files, globs or folders, tokenised with the model's own tokenizer. A .jsonl,
+    """Instead: text files, globs or folders, tokenized with the model's own tokenizer. A .jsonl,
     .parquet or .arrow file has documents in its field `text`; any other file is one document."""
     training_length: int | None = None
     """Tokens of a training sample, where the model does not say; lengths are multiples of it."""
@@ -260,10 +263,10 @@ class SuiteConfig:
     """Settings of `alibi-lm eval needle`."""
     retrieval: RetrievalConfig = field(default_factory=RetrievalConfig)
     """Settings of `alibi-lm eval retrieval`."""
-    horizon: HorizonConfig = field(default_factory=HorizonConfig)
-    """Settings of `alibi-lm eval horizon`."""
-    generalisation: GeneralisationConfig = field(default_factory=GeneralisationConfig)
-    """Settings of `alibi-lm eval generalisation`."""
+    attention_span: AttentionSpanConfig = field(default_factory=AttentionSpanConfig)
+    """Settings of `alibi-lm eval attention-span`."""
+    generalization: GeneralizationConfig = field(default_factory=GeneralizationConfig)
+    """Settings of `alibi-lm eval generalization`."""
 
     def problems(self, key: str) -> Iterator[Problem]:
         """The rules that are broken between sections."""
@@ -287,9 +290,11 @@ def _length_problems(lengths: list[int] | None, key: str, unit: str = "token") -
         yield Problem(key, lengths, "names a length twice", "name it once")
 
 
-def _epsilon_problems(epsilon: float | None, key: str) -> Iterator[Problem]:
+def _tolerance_problems(epsilon: float | None, key: str) -> Iterator[Problem]:
     if epsilon is not None and not 0 <= epsilon < 1:
-        yield Problem(f"{key}epsilon", epsilon, "is not in [0, 1)", "give for example 1e-6")
+        yield Problem(
+            f"{key}pruning_tolerance", epsilon, "is not in [0, 1)", "give for example 1e-6"
+        )
 
 
 def _positive_problems(section: object, key: str, names: tuple[str, ...]) -> Iterator[Problem]:

@@ -19,8 +19,8 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
-from alibi_lm.evals.models.base import Choices, Engine
-from alibi_lm.evals.models.resolve import open_subject
+from alibi_lm.evals.models.base import Engine, EvalOptions
+from alibi_lm.evals.models.resolve import resolve_model
 from alibi_lm.utils.errors import ConfigError, DataError, Problem
 from alibi_lm.utils.logging import console
 
@@ -32,7 +32,7 @@ Pair = tuple[list[int], list[int]]
 
 
 @register_model("alibi_lm")
-class HarnessModel(TemplateLM):
+class LmEvalModel(TemplateLM):
     """A run, a step folder or `hf:MODEL`. Input is never cut: what does not fit is refused.
 
     Attributes:
@@ -47,7 +47,7 @@ class HarnessModel(TemplateLM):
         batch_size: int | str = 1,
         max_batch_size: int | None = None,
         engine: Engine | None = None,
-        epsilon: float | None = None,
+        pruning_tolerance: float | None = None,
         max_gen_toks: int = 256,
         device: str | None = None,
     ) -> None:
@@ -60,23 +60,23 @@ class HarnessModel(TemplateLM):
             batch_size: requests put through the model at once; `auto` is 16.
             max_batch_size: not used; the harness's command line gives it.
             engine: as `alibi-lm eval --engine`.
-            epsilon: as `NativeScorer` takes it.
+            pruning_tolerance: as `NativeScorer` takes it.
             max_gen_toks: tokens generated where a task does not say.
             device: not used: the device is CUDA's where there is one.
 
         Raises:
-            UserError: as `open_subject`; or there is no tokenizer.
+            UserError: as `resolve_model`; or there is no tokenizer.
         """
         super().__init__()
-        subject = open_subject(run, Choices(engine=engine))
-        found = subject.tokenizer()
+        eval_model = resolve_model(run, EvalOptions(engine=engine))
+        found = eval_model.tokenizer()
         if found is None:
             fix = "name one that has a tokenizer"
             raise DataError(Problem(run, None, "has no tokenizer to read tasks with", fix))
         self._text = found
-        self._scorer = subject.scorer(precision, epsilon)
-        longest = subject.longest_input
-        self.max_length = int(max_length or min(subject.training_length, longest or 1 << 62))
+        self._scorer = eval_model.scorer(precision, pruning_tolerance)
+        longest = eval_model.longest_input
+        self.max_length = int(max_length or min(eval_model.training_length, longest or 1 << 62))
         self.max_gen_toks = max_gen_toks
         self._batch_size = 16 if str(batch_size).startswith("auto") else int(batch_size)
         self._device = torch.device("cpu")
@@ -194,7 +194,7 @@ class HarnessModel(TemplateLM):
         groups: dict[tuple[int, ...], list[Any]] = defaultdict(list)
         for item in items:
             groups[key(item)].append(item)
-        size = self._batch_size * self._scorer.num_replicas
+        size = self._batch_size * self._scorer.dp_size
         for _, members in sorted(groups.items(), key=lambda group: group[0], reverse=True):
             for first in range(0, len(members), size):
                 yield members[first : first + size]

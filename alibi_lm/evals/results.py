@@ -12,13 +12,13 @@ from alibi_lm import config_loading
 from alibi_lm.data.indexed import TokenFile
 from alibi_lm.data.manifest import check_tokenizer
 from alibi_lm.evals.config import (
-    GeneralisationConfig,
-    HorizonConfig,
+    AttentionSpanConfig,
+    GeneralizationConfig,
     NeedleConfig,
     PerplexityConfig,
     RetrievalConfig,
 )
-from alibi_lm.evals.models.base import Subject
+from alibi_lm.evals.models.base import EvalModel
 from alibi_lm.evals.report import plots
 from alibi_lm.utils.errors import ConfigError, DataError, Problem
 from alibi_lm.utils.files import stored_object, write_json
@@ -27,14 +27,14 @@ from alibi_lm.utils.logging import console
 DEFAULT_MULTIPLES = (0.5, 1, 2, 4, 8, 16)
 
 LengthSettings = PerplexityConfig | NeedleConfig | RetrievalConfig
-Settings = LengthSettings | HorizonConfig | GeneralisationConfig
+Settings = LengthSettings | AttentionSpanConfig | GeneralizationConfig
 SomeSettings = TypeVar(
     "SomeSettings",
     PerplexityConfig,
     NeedleConfig,
     RetrievalConfig,
-    HorizonConfig,
-    GeneralisationConfig,
+    AttentionSpanConfig,
+    GeneralizationConfig,
 )
 
 
@@ -43,14 +43,14 @@ def default_lengths(training_length: int) -> list[int]:
     return sorted({max(1, int(multiple * training_length)) for multiple in DEFAULT_MULTIPLES})
 
 
-def chosen_lengths(subject: Subject, config: LengthSettings) -> list[int]:
+def chosen_lengths(eval_model: EvalModel, config: LengthSettings) -> list[int]:
     """The configured lengths or the default ones, ascending.
 
     Raises:
         ConfigError: a length is beyond the position table of a model with learned positions.
     """
-    lengths = sorted(config.lengths or default_lengths(subject.training_length))
-    largest = subject.longest_input
+    lengths = sorted(config.lengths or default_lengths(eval_model.training_length))
+    largest = eval_model.longest_input
     if largest is None:
         return lengths
     if config.lengths is None:
@@ -65,20 +65,20 @@ def chosen_lengths(subject: Subject, config: LengthSettings) -> list[int]:
     return lengths
 
 
-def open_corpora(subject: Subject, config: Settings) -> list[TokenFile]:
+def open_corpora(eval_model: EvalModel, config: Settings) -> list[TokenFile]:
     """The token files that an eval reads; none where its problems are made.
 
     Raises:
         DataError: there are none, one cannot be read, or it was made with another tokenizer.
     """
-    if isinstance(config, GeneralisationConfig):
+    if isinstance(config, GeneralizationConfig):
         return []
-    prefixes = [config.corpus] if config.corpus else subject.validation
+    prefixes = [config.corpus] if config.corpus else eval_model.validation
     if not prefixes:
-        rule = f"{subject.argument} names no validation corpus"
+        rule = f"{eval_model.argument} names no validation corpus"
         fix = "set text=FILE, GLOB or FOLDER, or corpus=PREFIX, token files without .bin"
         raise DataError(Problem("data.validation", None, rule, fix))
-    tokenizer = subject.tokenizer()
+    tokenizer = eval_model.tokenizer()
     if tokenizer is not None:
         for prefix in prefixes:
             check_tokenizer(prefix, tokenizer)
@@ -98,26 +98,28 @@ def corpus_facts(files: Sequence[TokenFile]) -> list[dict[str, Any]]:
     ]
 
 
-def run_facts(subject: Subject) -> dict[str, Any]:
+def run_facts(eval_model: EvalModel) -> dict[str, Any]:
     """Run, step and versions, as every result names them."""
     return {
-        "run": subject.argument,
-        "step": subject.step,
-        "training_length": subject.training_length,
+        "run": eval_model.argument,
+        "step": eval_model.step,
+        "training_length": eval_model.training_length,
         "versions": {name: version(name) for name in ("alibi_lm", "torch")},
     }
 
 
-def inputs_of(subject: Subject, config: Settings, files: Sequence[TokenFile]) -> dict[str, Any]:
+def inputs_of(
+    eval_model: EvalModel, config: Settings, files: Sequence[TokenFile]
+) -> dict[str, Any]:
     """Everything a result depends on; equal inputs give an equal result."""
     qa_files = config.qa_files if isinstance(config, RetrievalConfig) else []
     return {
         "settings": config_loading.to_dict(config),
         "corpora": [file.digest for file in files],
         **({"qa_files": [_digest(Path(path)) for path in qa_files]} if qa_files else {}),
-        "step": subject.digest,
-        "versions": run_facts(subject)["versions"],
-        **subject.settings,
+        "step": eval_model.digest,
+        "versions": run_facts(eval_model)["versions"],
+        **eval_model.settings,
     }
 
 
@@ -133,13 +135,13 @@ def _digest(path: Path) -> str:
         raise DataError(Problem(str(path), None, "no such file", "check the path")) from None
 
 
-def result_path(subject: Subject, name: str) -> Path:
+def result_path(eval_model: EvalModel, name: str) -> Path:
     """Where the result of eval `name` (perplexity, needle, retrieval or horizon) is stored."""
-    return subject.evals_folder / f"{name}.json"
+    return eval_model.evals_folder / f"{name}.json"
 
 
 def store(
-    subject: Subject,
+    eval_model: EvalModel,
     name: str,
     result: dict[str, Any],
     figures: Callable[[dict[str, Any]], Mapping[str, plots.Figure]] | None = None,
@@ -152,16 +154,18 @@ def store(
 
     def write() -> Path:
         pictures = {} if figures is None else figures(result)
-        path = _write(subject, name, result, pictures)
+        path = _write(eval_model, name, result, pictures)
         for key, figure in pictures.items():
             plots.save(figure, path.with_name(f"{key}.png"))
         return path
 
-    return subject.ranks.on_first(write)
+    return eval_model.ranks.on_rank0(write)
 
 
-def _write(subject: Subject, name: str, result: dict[str, Any], pictures: Iterable[str]) -> Path:
-    path = result_path(subject, name)
+def _write(
+    eval_model: EvalModel, name: str, result: dict[str, Any], pictures: Iterable[str]
+) -> Path:
+    path = result_path(eval_model, name)
     before = _stored(path, name)
     if before is not None and before["inputs"] != result.get("inputs"):
         mark = config_loading.digest(before["inputs"])[:8]
@@ -170,21 +174,21 @@ def _write(subject: Subject, name: str, result: dict[str, Any], pictures: Iterab
             if picture.exists():
                 picture.rename(picture.with_name(f"{key}_{mark}.png"))
         path.rename(path.with_name(f"{name}_{mark}.json"))
-        same = before["inputs"].get("step") == subject.digest
+        same = before["inputs"].get("step") == eval_model.digest
         what = "other settings" if same else "other weights"
-        console.say(f"{name}: the result of {what} is kept as {name}_{mark}.json")
+        console.info(f"{name}: the result of {what} is kept as {name}_{mark}.json")
     write_json(path, result)
     return path
 
 
-def stored(subject: Subject, name: str) -> dict[str, Any] | None:
+def stored(eval_model: EvalModel, name: str) -> dict[str, Any] | None:
     """The stored result of eval `name` for this step's weights, whatever its settings, or None.
 
     A file that is not a result (cut short by something else than this program), or is of other
     weights under the same step number, counts as none.
     """
-    result = _stored(result_path(subject, name), name)
-    return result if result and result["inputs"].get("step") == subject.digest else None
+    result = _stored(result_path(eval_model, name), name)
+    return result if result and result["inputs"].get("step") == eval_model.digest else None
 
 
 def _stored(path: Path, name: str) -> dict[str, Any] | None:
@@ -195,39 +199,39 @@ def _stored(path: Path, name: str) -> dict[str, Any] | None:
     return result if isinstance(result.get("inputs"), dict) else None
 
 
-def announce_finished(subject: Subject, name: str) -> None:
+def announce_finished(eval_model: EvalModel, name: str) -> None:
     """Say that an eval needs not be run again."""
-    path = result_path(subject, name)
-    console.say(f"{name}: done before with the same settings, {path} (--force runs it again)")
+    path = result_path(eval_model, name)
+    console.info(f"{name}: done before with the same settings, {path} (--force runs it again)")
 
 
-def finished(subject: Subject, name: str, config: Settings) -> dict[str, Any] | None:
+def finished(eval_model: EvalModel, name: str, config: Settings) -> dict[str, Any] | None:
     """The stored result of eval `name` if it has the same settings, corpora, step and versions."""
-    result = stored(subject, name)
+    result = stored(eval_model, name)
     if result is None:
         return None
-    same = result.get("inputs") == inputs_of(subject, config, open_corpora(subject, config))
+    same = result.get("inputs") == inputs_of(eval_model, config, open_corpora(eval_model, config))
     return result if same else None
 
 
-def once(
-    subject: Subject,
+def run_or_load(
+    eval_model: EvalModel,
     name: str,
     config: SomeSettings,
-    run: Callable[[Subject, SomeSettings], dict[str, Any]],
+    run: Callable[[EvalModel, SomeSettings], dict[str, Any]],
     table: Callable[[dict[str, Any]], Iterable[str]],
     *,
     force: bool,
 ) -> dict[str, Any]:
     """Run eval `name` unless it is done already, and say its result in the terminal."""
-    subject.ranks.together(lambda: open_corpora(subject, config))
-    done = subject.ranks.on_first(lambda: None if force else finished(subject, name, config))
+    eval_model.ranks.run_on_all_ranks(lambda: open_corpora(eval_model, config))
+    done = eval_model.ranks.on_rank0(lambda: None if force else finished(eval_model, name, config))
     if done is not None:
-        announce_finished(subject, name)
+        announce_finished(eval_model, name)
         return done
-    result: dict[str, Any] = run(subject, config)
+    result: dict[str, Any] = run(eval_model, config)
     verdict = result["verdict"]
     for line in (*table(result), verdict["text"], verdict["caveat"]):
-        console.say(line)
-    console.say(f"{name}: {result_path(subject, name)}")
+        console.info(line)
+    console.info(f"{name}: {result_path(eval_model, name)}")
     return result

@@ -43,7 +43,7 @@ def share(correct: float, trials: int) -> dict[str, Any]:
     }
 
 
-def surely_more(
+def significantly_greater(
     first: tuple[float, int], second: tuple[float, int], confidence: float = CONFIDENCE
 ) -> bool:
     """Whether the first share is larger, by Newcombe's interval of a difference (1998, method 10).

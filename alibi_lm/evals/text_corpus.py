@@ -12,9 +12,9 @@ from alibi_lm.data.indexed import TokenFileWriter, idx_path, token_dtype
 from alibi_lm.data.preparation.documents import Reader
 from alibi_lm.data.preparation.sources import fingerprint
 from alibi_lm.data.tokenizer import Tokenizer
-from alibi_lm.evals.models.sharded import Ranks
+from alibi_lm.evals.models.sharded import EvalRanks
 from alibi_lm.utils.errors import DataError, Problem
-from alibi_lm.utils.locking import alone
+from alibi_lm.utils.locking import exclusive_lock
 from alibi_lm.utils.logging import console
 
 Format = Literal["text", "jsonl", "parquet", "arrow"]
@@ -26,8 +26,8 @@ FORMATS: dict[str, Format] = {
 }
 
 
-def tokenised(
-    paths: Sequence[str], tokenizer: Tokenizer | None, name: str, folder: Path, ranks: Ranks
+def tokenized(
+    paths: Sequence[str], tokenizer: Tokenizer | None, name: str, folder: Path, ranks: EvalRanks
 ) -> Path:
     """The prefix of the token files of some text, made by rank 0 where they are not there yet.
 
@@ -47,16 +47,16 @@ def tokenised(
         rule = f"{name} has no tokenizer"
         fix = "give corpus=PREFIX, token files made with the tokenizer that it was trained with"
         raise DataError(Problem("text", ", ".join(paths), rule, fix))
-    return ranks.on_first(lambda: _tokenised(paths, tokenizer, folder))
+    return ranks.on_rank0(lambda: _tokenized(paths, tokenizer, folder))
 
 
-def _tokenised(paths: Sequence[str], tokenizer: Tokenizer, folder: Path) -> Path:
+def _tokenized(paths: Sequence[str], tokenizer: Tokenizer, folder: Path) -> Path:
     sources = _sources(paths)
     key = hashlib.sha256(f"{type(tokenizer).__name__} {tokenizer.digest}".encode())
     for source in sources:
         key.update(fingerprint(source).encode())
     prefix = folder / key.hexdigest()[:16]
-    with alone(folder, DataError):
+    with exclusive_lock(folder, DataError):
         if not idx_path(prefix).exists():
             _write(sources, paths, tokenizer, prefix)
     return prefix
@@ -74,7 +74,7 @@ def _write(
         rule, fix = "holds no document", "name files with text in them"
         raise DataError(Problem("text", ", ".join(paths), rule, fix))
     file = writer.finish()
-    console.say(f"text: {file.num_documents:,} documents, {file.num_tokens:,} tokens")
+    console.info(f"text: {file.num_documents:,} documents, {file.num_tokens:,} tokens")
 
 
 def _sources(paths: Sequence[str]) -> list[SourceConfig]:

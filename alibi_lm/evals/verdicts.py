@@ -17,7 +17,7 @@ NO_USE_WITHIN = 0.01
 """Nats a token with context to cut: an interval of the excess that stays above minus this excludes
 a use of context."""
 
-NULL_CAVEAT = (
+TRUNCATED_CONTEXT_CAVEAT = (
     "It says whether context beyond that reach lowers the loss on average over tokens; a rare use "
     "of it can hide in the average, and a use is not yet retrieval."
 )
@@ -98,19 +98,19 @@ def context_verdict(rows: Sequence[Mapping[str, Any]], reach: int) -> dict[str, 
     """
     row = rows[-1]
     share = row["share_cut"]
-    word = _context_word(row["excess_interval"], share)
-    numbers = f"excess over the null model {row['excess']:+.4f} nats a token"
+    word = _context_word(row["loss_gap_interval"], share)
+    numbers = f"excess over the null model {row['loss_gap']:+.4f} nats a token"
     if not share:
         numbers += ", because no target has more context than that"
-    elif row["excess_interval"] is None:
+    elif row["loss_gap_interval"] is None:
         numbers += " with no interval from so few documents"
     else:
-        low, high = row["excess_interval"]
+        low, high = row["loss_gap_interval"]
         numbers += f", {CONFIDENCE:.0%} interval {low:+.4f} to {high:+.4f}"
         if low > USE_COUNTS_FROM * share:
             numbers += ", so longer input does harm"
     text = f"Uses context beyond {reach:,}: {word} (at length {row['length']:,}: {numbers})."
-    return {"word": word, "text": text, "caveat": NULL_CAVEAT}
+    return {"word": word, "text": text, "caveat": TRUNCATED_CONTEXT_CAVEAT}
 
 
 def _context_word(interval: Sequence[float] | None, share: float) -> str:

@@ -8,7 +8,7 @@ from typing import Literal
 
 from alibi_lm.utils.errors import Problem
 
-Shape = Literal["mpt", "bloom"]
+Architecture = Literal["mpt", "bloom"]
 Position = Literal["alibi", "alibi_learned", "sinusoidal", "learned", "rotary", "t5", "none"]
 ScalingKind = Literal["linear", "ntk", "yarn", "longrope"]
 
@@ -40,9 +40,9 @@ class ScalingConfig:
 
 @dataclass
 class ModelConfig:
-    """The shape of the decoder."""
+    """The architecture of the decoder."""
 
-    shape: Shape = "mpt"
+    architecture: Architecture = "mpt"
     """mpt (no biases, exact GELU) or bloom (biases, embedding LayerNorm, tanh GELU)."""
     num_layers: int = 4
     """Number of transformer blocks."""

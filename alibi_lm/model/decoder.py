@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from alibi_lm.model.config import ModelConfig
-from alibi_lm.model.inference.kv_cache import Cache
-from alibi_lm.model.init import initialise
+from alibi_lm.model.inference.kv_cache import KVCache
+from alibi_lm.model.init import initialize
 from alibi_lm.model.layers import Block, Embedding, Head, layers, vocab_size
 from alibi_lm.model.vocab_parallel_cross_entropy import output_losses
-from alibi_lm.parallel.mesh import ALONE, Axis
-from alibi_lm.parallel.shard import Run, Shard, shard_of
-from alibi_lm.parallel.strided_reader import RunReader
+from alibi_lm.parallel.mesh import NO_PARALLEL, ParallelDim
+from alibi_lm.parallel.shard import Shard, StridedSlice, shard_of
+from alibi_lm.parallel.strided_reader import StridedReader
 from alibi_lm.utils.errors import ConfigError
 
 
@@ -28,7 +28,9 @@ class Decoder(nn.Module):
             their inputs.
     """
 
-    def __init__(self, config: ModelConfig, seed: int | None = 0, tp: Axis = ALONE) -> None:
+    def __init__(
+        self, config: ModelConfig, seed: int | None = 0, tp: ParallelDim = NO_PARALLEL
+    ) -> None:
         """Make the model, with weights drawn from `seed`; None leaves them unset.
 
         Each rank of `tp` has its slice of the same model, and all give the same results.
@@ -48,10 +50,10 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(middle)
         self.head = cast(Head, last)
         if seed is not None:
-            initialise(self.named_parameters(), config, seed)
+            initialize(self.named_parameters(), config, seed)
 
     def forward(
-        self, tokens: Tensor, targets: Tensor | None = None, *, cache: Cache | None = None
+        self, tokens: Tensor, targets: Tensor | None = None, *, cache: KVCache | None = None
     ) -> Tensor:
         """Logits [B, T, V] of tokens [B, T], or, given targets [B, T], their losses fp32 [B, T].
 
@@ -63,7 +65,7 @@ class Decoder(nn.Module):
             raise TypeError(f"targets are a tensor, not {type(targets).__name__}; cache=... is one")
         return self.losses(tokens, targets, cache)
 
-    def hidden_states(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
+    def hidden_states(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
         """The residual stream [B, T, hidden_size] after the last block, before the final norm."""
         hidden = self.embedding(tokens, 0 if cache is None else cache.length)
         again = self.activation_checkpointing and cache is None and torch.is_grad_enabled()
@@ -79,7 +81,7 @@ class Decoder(nn.Module):
         out = self.head(hidden)
         return self.embedding.logits(out) if self.config.tied_embeddings else out
 
-    def losses(self, tokens: Tensor, targets: Tensor, cache: Cache | None = None) -> Tensor:
+    def losses(self, tokens: Tensor, targets: Tensor, cache: KVCache | None = None) -> Tensor:
         """Cross entropy in nats of each target, fp32 [B, T], differentiable.
 
         The whole logits are never held where they are large. A target of -100 has loss 0.
@@ -96,9 +98,9 @@ class Decoder(nn.Module):
         """The parameters under the names that checkpoints use: here their own."""
         return self.named_parameters()
 
-    def new_cache(self) -> Cache:
+    def new_cache(self) -> KVCache:
         """An empty cache for decoding."""
-        return Cache(self.config.num_layers)
+        return KVCache(self.config.num_layers)
 
     def num_parameters(self) -> int:
         """Number of weights of this rank; a shared one counts once."""
@@ -107,7 +109,10 @@ class Decoder(nn.Module):
 
 @torch.no_grad()
 def filled_decoder(
-    config: ModelConfig, reader: RunReader, dtype: torch.dtype = torch.float32, tp: Axis = ALONE
+    config: ModelConfig,
+    reader: StridedReader,
+    dtype: torch.dtype = torch.float32,
+    tp: ParallelDim = NO_PARALLEL,
 ) -> Decoder:
     """A decoder in evaluation mode, with the weights of `reader` in `dtype`.
 
@@ -120,10 +125,10 @@ def filled_decoder(
     for name, parameter in decoder.named_parameters():
         shard, flat = shards[name], parameter.view(-1)
         if shard is None:
-            runs = [(0, Run.contiguous(0, flat.numel()))]
+            runs = [(0, StridedSlice.contiguous(0, flat.numel()))]
         else:
             parameter.zero_()  # padding stays so
             name, runs = shard.canonical_name(name), list(shard.runs(0, flat.numel()))
         for first, run in runs:
-            flat[first : first + run.numel] = reader.read_run(name, "param", run)
+            flat[first : first + run.numel] = reader.read_slice(name, "param", run)
     return decoder.eval()

@@ -14,7 +14,7 @@ def num_parameters(config: ModelConfig) -> int:
         ConfigError: the vocabulary size is not set.
     """
     width, vocabulary = config.hidden_size, vocab_size(config)
-    bloom = config.shape == "bloom"
+    bloom = config.architecture == "bloom"
     matrices = _block_matrices(config)
     norms = config.num_layers * 2 * width + width
     biases = 0

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from alibi_lm.model.config import ModelConfig
 from alibi_lm.parallel.shard import shard_of
-from alibi_lm.parallel.strided_reader import RunReader
+from alibi_lm.parallel.strided_reader import StridedReader
 
 DRAWN_AT_ONCE = 1 << 24
 """Elements that come from one generator."""
@@ -81,7 +81,7 @@ def initial_elements(
 
 
 @dataclass(frozen=True)
-class InitialValues(RunReader):
+class InitialValues(StridedReader):
     """The initial model, read like a checkpoint: any part of any parameter."""
 
     config: ModelConfig
@@ -96,7 +96,7 @@ class InitialValues(RunReader):
 
 
 @torch.no_grad()
-def initialise(
+def initialize(
     parameters: Iterable[tuple[str, nn.Parameter]], config: ModelConfig, seed: int
 ) -> None:
     """Set every parameter, given by canonical name, to its initial value or the rank's slice."""
@@ -112,4 +112,4 @@ def initialise(
         parameter.zero_()  # padding stays so
         flat = parameter.view(-1)
         for first, run in shard.runs(0, parameter.numel()):
-            flat[first : first + run.numel] = values.read_run(name, "param", run)
+            flat[first : first + run.numel] = values.read_slice(name, "param", run)

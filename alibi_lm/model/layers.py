@@ -1,6 +1,6 @@
 """Embedding, Block and Head: one tensor in, one tensor out.
 
-The parameters are left unset here; `initial.initialise` draws them.
+The parameters are left unset here; `initial.initialize` draws them.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from alibi_lm.kernels.amx.split import split
 from alibi_lm.model.attention.dispatch import attention
 from alibi_lm.model.config import ModelConfig
-from alibi_lm.model.inference.kv_cache import LayerCache
-from alibi_lm.model.inference.pruned_kv_cache import RingLayer
+from alibi_lm.model.inference.kv_cache import LayerKVCache
+from alibi_lm.model.inference.pruned_kv_cache import PrunedKVLayer
 from alibi_lm.model.position_scaling import head_slopes, rotation
 from alibi_lm.model.positions import (
     NUM_BUCKETS,
@@ -26,10 +26,10 @@ from alibi_lm.model.positions import (
     sinusoidal,
 )
 from alibi_lm.model.slopes import learned_slopes, slice_slopes
-from alibi_lm.parallel.mesh import ALONE, Axis
+from alibi_lm.parallel.mesh import NO_PARALLEL, ParallelDim
 from alibi_lm.parallel.tensor_parallel import (
+    ColumnGroup,
     ColumnLinear,
-    Part,
     RowLinear,
     split_columns,
     split_vector,
@@ -42,7 +42,7 @@ from alibi_lm.utils.errors import ConfigError, Problem
 LAYER_NORM_EPSILON = 1e-5
 
 
-def layers(config: ModelConfig, tp: Axis = ALONE) -> list[partial[nn.Module]]:
+def layers(config: ModelConfig, tp: ParallelDim = NO_PARALLEL) -> list[partial[nn.Module]]:
     """Makers of the layers, first to last: Embedding, the Blocks, Head.
 
     Each rank of `tp` has its slice of them; what passes between them is the same on every rank.
@@ -52,7 +52,7 @@ def layers(config: ModelConfig, tp: Axis = ALONE) -> list[partial[nn.Module]]:
 
 
 def _layer_norm(config: ModelConfig) -> nn.LayerNorm:
-    bias = config.shape == "bloom"
+    bias = config.architecture == "bloom"
     return nn.LayerNorm(config.hidden_size, eps=LAYER_NORM_EPSILON, bias=bias)
 
 
@@ -71,12 +71,12 @@ def vocab_size(config: ModelConfig) -> int:
 class Embedding(nn.Module):
     """Token ids to the residual stream; also the output matrix of a tied model."""
 
-    def __init__(self, config: ModelConfig, tp: Axis = ALONE) -> None:
+    def __init__(self, config: ModelConfig, tp: ParallelDim = NO_PARALLEL) -> None:
         super().__init__()
         self.config = config
         self.tp = tp
         self.weight = vocabulary_weight(vocab_size(config), config.hidden_size, tp)
-        if config.shape == "bloom":
+        if config.architecture == "bloom":
             self.norm = _layer_norm(config)
         if config.position == "learned":
             assert config.max_positions is not None
@@ -98,7 +98,7 @@ class Embedding(nn.Module):
             stop = start + tokens.shape[1]
             check_learned(stop, self.config.max_positions or 0)
             hidden = hidden + self.position[start:stop]
-        return self.norm(hidden) if self.config.shape == "bloom" else hidden
+        return self.norm(hidden) if self.config.architecture == "bloom" else hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The tied output layer: normed [..., hidden_size] to [..., vocab_size]."""
@@ -112,15 +112,15 @@ class Attention(nn.Module):
         epsilon: probability that a head and row may leave out in training; 0 leaves out nothing.
     """
 
-    def __init__(self, config: ModelConfig, tp: Axis = ALONE) -> None:
+    def __init__(self, config: ModelConfig, tp: ParallelDim = NO_PARALLEL) -> None:
         super().__init__()
         self.config = config
         self.epsilon = 0.0
-        bias, width = config.shape == "bloom", config.hidden_size
-        # Neighbouring ranks hold a key/value head alike where there are fewer of them than ranks.
+        bias, width = config.architecture == "bloom", config.hidden_size
+        # Neighboring ranks hold a key/value head alike where there are fewer of them than ranks.
         copies = max(1, tp.size // config.kv_heads)
-        keys = Part(config.kv_heads * config.head_dim, copies)
-        parts = [Part(width), keys, keys]
+        keys = ColumnGroup(config.kv_heads * config.head_dim, copies)
+        parts = [ColumnGroup(width), keys, keys]
         self.widths = [part.interval(0, tp).length for part in parts]
         slopes = head_slopes(config)
         self.slopes = None if slopes is None else slice_slopes(slopes, tp.rank, tp.size)
@@ -133,14 +133,14 @@ class Attention(nn.Module):
         if config.position == "alibi_learned":
             self.log_slope_ratio = split_vector(config.num_heads, tp)
 
-    def forward(self, hidden: Tensor, cache: LayerCache | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, cache: LayerKVCache | None = None) -> Tensor:
         """hidden [B, T, hidden_size] to the same; the tokens follow those in the cache."""
         q, k, v = self.project(hidden)
         if self.config.position == "rotary":
             start = 0 if cache is None else cache.length
             how = (start, self.rotation.frequencies, self.rotation.magnitude)
             q, k = rotate(q, *how), rotate(k, *how)
-        if isinstance(cache, RingLayer):
+        if isinstance(cache, PrunedKVLayer):
             assert isinstance(self.slopes, tuple)
             return self.output(cache.attend(q, k, v, self.slopes).transpose(1, 2).flatten(2))
         if cache is not None:
@@ -189,7 +189,7 @@ class Attention(nn.Module):
         return q, k, v
 
 
-def set_attention_epsilon(model: nn.Module, epsilon: float) -> None:
+def set_pruning_tolerance(model: nn.Module, epsilon: float) -> None:
     """Let the attention of all of a model's blocks leave out so much in training."""
     for module in model.modules():
         if isinstance(module, Attention):
@@ -199,11 +199,11 @@ def set_attention_epsilon(model: nn.Module, epsilon: float) -> None:
 class MLP(nn.Module):
     """Two linear layers around a GELU, four times as wide."""
 
-    def __init__(self, config: ModelConfig, tp: Axis = ALONE) -> None:
+    def __init__(self, config: ModelConfig, tp: ParallelDim = NO_PARALLEL) -> None:
         super().__init__()
-        bias, width = config.shape == "bloom", config.hidden_size
-        self.approximate = "tanh" if config.shape == "bloom" else "none"
-        self.up = ColumnLinear(width, [Part(4 * width)], bias=bias, tp=tp)
+        bias, width = config.architecture == "bloom", config.hidden_size
+        self.approximate = "tanh" if config.architecture == "bloom" else "none"
+        self.up = ColumnLinear(width, [ColumnGroup(4 * width)], bias=bias, tp=tp)
         self.down = RowLinear(4 * width, width, bias=bias, tp=tp)
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -214,14 +214,14 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """A pre-LayerNorm transformer block."""
 
-    def __init__(self, config: ModelConfig, tp: Axis = ALONE) -> None:
+    def __init__(self, config: ModelConfig, tp: ParallelDim = NO_PARALLEL) -> None:
         super().__init__()
         self.attention_norm = _layer_norm(config)
         self.attention = Attention(config, tp)
         self.mlp_norm = _layer_norm(config)
         self.mlp = MLP(config, tp)
 
-    def forward(self, hidden: Tensor, cache: LayerCache | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, cache: LayerKVCache | None = None) -> Tensor:
         """hidden [B, T, hidden_size] to the same; the tokens follow those in the cache."""
         hidden = hidden + self.attention(self.attention_norm(hidden), cache)
         return hidden + self.mlp(self.mlp_norm(hidden))
@@ -230,7 +230,7 @@ class Block(nn.Module):
 class Head(nn.Module):
     """The final norm and, where the embeddings are not tied, the output matrix."""
 
-    def __init__(self, config: ModelConfig, tp: Axis = ALONE) -> None:
+    def __init__(self, config: ModelConfig, tp: ParallelDim = NO_PARALLEL) -> None:
         super().__init__()
         self.config = config
         self.tp = tp

@@ -11,14 +11,14 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from alibi_lm.model.cross_entropy import IGNORED, ROWS_AT_ONCE, add_product, linear_cross_entropy
-from alibi_lm.parallel.mesh import Axis
+from alibi_lm.parallel.mesh import ParallelDim
 
 SPLIT_LOGITS_AT_ONCE = 1 << 24
 """Logits of one product of a rank: its fp32 values are held as a whole."""
 
 
 def output_losses(
-    normed: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, tp: Axis
+    normed: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, tp: ParallelDim
 ) -> Tensor:
     """Losses fp32 [B, T] of targets [B, T], given the output layer's input [B, T, d].
 
@@ -31,7 +31,7 @@ def output_losses(
 
 
 def split_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, tp: Axis
+    hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, tp: ParallelDim
 ) -> Tensor:
     """`loss.linear_cross_entropy` with the rank's rows of the weight; the same on every rank.
 
@@ -59,7 +59,7 @@ def split_cross_entropy(
 class _Split(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, tp: Axis
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, tp: ParallelDim
     ) -> Tensor:
         share = weight.shape[0]
         ctx.tp = tp
@@ -92,7 +92,7 @@ class _Split(torch.autograd.Function):
             return *_gradients(ctx, grad), None, None, None
 
 
-def _local(targets: Tensor, tp: Axis, share: int) -> Tensor:
+def _local(targets: Tensor, tp: ParallelDim, share: int) -> Tensor:
     """Targets as rows of the rank's weight; -1 where they are another rank's, or ignored."""
     local = targets - tp.rank * share
     return local.masked_fill((targets < 0) | (local < 0) | (local >= share), -1)

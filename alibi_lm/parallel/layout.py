@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Place:
+class RankCoordinate:
     """Where a rank stands along each way of splitting."""
 
     stage: int
@@ -19,9 +19,9 @@ class Place:
 
 @dataclass(frozen=True)
 class Layout:
-    """The degrees of a run's parallelism.
+    """The degrees of a run's parallelizm.
 
-    Tensor-parallel ranks are neighbours, because they talk most; then come the data-parallel
+    Tensor-parallel ranks are neighbors, because they talk most; then come the data-parallel
     ones; the pipeline stages, which talk least, lie farthest apart:
     rank = (stage * dp + data) * tp + tensor.
     """
@@ -35,11 +35,11 @@ class Layout:
         """Ranks in all."""
         return self.dp * self.tp * self.pp
 
-    def place(self, rank: int) -> Place:
+    def place(self, rank: int) -> RankCoordinate:
         """Where a rank stands."""
         rest, tensor = divmod(rank, self.tp)
         stage, data = divmod(rest, self.dp)
-        return Place(stage, data, tensor)
+        return RankCoordinate(stage, data, tensor)
 
     def tensor_groups(self) -> list[list[int]]:
         """The ranks that share the slices of a layer."""

@@ -1,4 +1,4 @@
-"""The degrees of a run's parallelism, and the process groups that go with them."""
+"""The degrees of a run's parallelizm, and the process groups that go with them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from alibi_lm.parallel.layout import Layout
 
 
 @dataclass(frozen=True)
-class Axis:
+class ParallelDim:
     """One way of splitting the ranks, as this rank sees it."""
 
     rank: int
@@ -21,7 +21,7 @@ class Axis:
     """The group of ranks; None is all ranks, or at size 1 no group at all."""
 
 
-ALONE = Axis(0, 1)
+NO_PARALLEL = ParallelDim(0, 1)
 """No split."""
 
 
@@ -32,9 +32,9 @@ class Mesh:
     How ranks are numbered: see `Layout`.
     """
 
-    tp: Axis
-    dp: Axis
-    pp: Axis = ALONE
+    tp: ParallelDim
+    dp: ParallelDim
+    pp: ParallelDim = NO_PARALLEL
 
     @property
     def layout(self) -> Layout:
@@ -52,20 +52,20 @@ def make_mesh(tp: int, pp: int = 1) -> Mesh:
     assert num_ranks % (tp * pp) == 0, f"{tp} x {pp} does not divide {num_ranks} ranks"
     layout = Layout(num_ranks // (tp * pp), tp, pp)
     if tp * pp == 1:
-        return Mesh(ALONE, Axis(rank, num_ranks))
+        return Mesh(NO_PARALLEL, ParallelDim(rank, num_ranks))
     return Mesh(
-        _axis(rank, layout.tensor_groups()) if tp > 1 else ALONE,
+        _axis(rank, layout.tensor_groups()) if tp > 1 else NO_PARALLEL,
         _axis(rank, layout.data_groups()),  # DeepSpeed asks for it even at size 1
-        _axis(rank, layout.pipeline_groups()) if pp > 1 else ALONE,
+        _axis(rank, layout.pipeline_groups()) if pp > 1 else NO_PARALLEL,
     )
 
 
-def _axis(rank: int, groups: list[list[int]]) -> Axis:
+def _axis(rank: int, groups: list[list[int]]) -> ParallelDim:
     found = None
     for ranks in groups:
         group = dist.new_group(ranks)  # every rank takes part in making every group
         if rank in ranks:
-            found = Axis(ranks.index(rank), len(ranks), group)
+            found = ParallelDim(ranks.index(rank), len(ranks), group)
     assert found is not None
     return found
 

@@ -1,6 +1,6 @@
 """Which elements of a whole tensor a tensor-parallel rank holds: the one statement of a split.
 
-Every parameter that is split carries a `Shard`. Initialisation cuts the rank's slice out of the
+Every parameter that is split carries a `Shard`. Initialization cuts the rank's slice out of the
 whole value by it, and checkpoints store what a rank holds under the coordinates of the whole
 tensor by it.
 """
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
-class Run:
+class StridedSlice:
     """Elements of a flattened whole tensor: runs of `length`, whose starts lie `stride` apart.
 
     Element i is at start + (i // length) * stride + i % length; the last run may be cut short.
@@ -29,9 +29,9 @@ class Run:
     stride: int
 
     @staticmethod
-    def contiguous(start: int, numel: int) -> Run:
+    def contiguous(start: int, numel: int) -> StridedSlice:
         """One run."""
-        return Run(start, numel, numel, numel)
+        return StridedSlice(start, numel, numel, numel)
 
     @property
     def is_contiguous(self) -> bool:
@@ -78,7 +78,7 @@ class Shard:
             parts.append(whole.new_zeros(shape))
         return torch.cat(parts, self.dim)
 
-    def runs(self, start: int, numel: int) -> Iterator[tuple[int, Run]]:
+    def runs(self, start: int, numel: int) -> Iterator[tuple[int, StridedSlice]]:
         """Where elements [start, start + numel) of the flattened part lie in the whole tensor.
 
         Yields (first element in the part, run in the whole tensor), without the padding.
@@ -92,10 +92,10 @@ class Shard:
             high = low + part.length * inner
             first, last = max(start, low), min(start + numel, high)
             if first < last:
-                yield first, Run.contiguous(part.start * inner + first - low, last - first)
+                yield first, StridedSlice.contiguous(part.start * inner + first - low, last - first)
             low = high
 
-    def _strided(self, start: int, numel: int, inner: int) -> Iterator[tuple[int, Run]]:
+    def _strided(self, start: int, numel: int, inner: int) -> Iterator[tuple[int, StridedSlice]]:
         (part,) = self.intervals
         assert part.length == self.length, "padding of an inner dimension"
         length, stride = self.length * inner, self.shape[self.dim] * inner
@@ -103,12 +103,12 @@ class Shard:
         place = row * stride + part.start * inner
         if inside:
             count = min(length - inside, numel)
-            yield start, Run.contiguous(place + inside, count)
+            yield start, StridedSlice.contiguous(place + inside, count)
             start, numel, place = start + count, numel - count, place + stride
         if numel > length:
-            yield start, Run(place, numel, length, stride)
+            yield start, StridedSlice(place, numel, length, stride)
         elif numel:
-            yield start, Run.contiguous(place, numel)
+            yield start, StridedSlice.contiguous(place, numel)
 
 
 def mark(parameter: Tensor, shard: Shard) -> None:

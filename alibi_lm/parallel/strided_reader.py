@@ -6,20 +6,20 @@ from abc import ABC, abstractmethod
 
 import torch
 
-from alibi_lm.parallel.shard import Run
+from alibi_lm.parallel.shard import StridedSlice
 
 _READ_AT_ONCE = 1 << 24
 """Elements of a whole tensor from which strided runs are picked at a time."""
 
 
-class RunReader(ABC):
+class StridedReader(ABC):
     """A source of named whole tensors that gives any part of them."""
 
     @abstractmethod
     def read(self, name: str, kind: str, start: int, numel: int) -> torch.Tensor:
         """Elements [start, start + numel) of a flattened whole tensor, fp32 `[numel]`."""
 
-    def read_run(self, name: str, kind: str, run: Run) -> torch.Tensor:
+    def read_slice(self, name: str, kind: str, run: StridedSlice) -> torch.Tensor:
         """The elements of a run of a flattened whole tensor, fp32 `[run.numel]`.
 
         Of strided runs, at most `_READ_AT_ONCE` elements of the tensor (or one run) are held.

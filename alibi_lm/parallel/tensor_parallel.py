@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from alibi_lm.kernels.amx.linear import linear
-from alibi_lm.parallel.mesh import Axis
+from alibi_lm.parallel.mesh import ParallelDim
 from alibi_lm.parallel.shard import Interval, Shard, mark
 
 
-class _Spread(torch.autograd.Function):
+class _CopyToTensorParallel(torch.autograd.Function):
     """The same values on every rank; gradients are summed over the ranks."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, tp: Axis) -> Tensor:
+    def forward(ctx: Any, values: Tensor, tp: ParallelDim) -> Tensor:
         ctx.tp = tp
         return values.view_as(values)
 
@@ -36,11 +36,11 @@ class _Spread(torch.autograd.Function):
         return grad, None
 
 
-class _Sum(torch.autograd.Function):
+class _ReduceFromTensorParallel(torch.autograd.Function):
     """The sum of all ranks' values, in place; each rank has the sum's gradient."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, tp: Axis) -> Tensor:
+    def forward(ctx: Any, values: Tensor, tp: ParallelDim) -> Tensor:
         ctx.mark_dirty(values)
         dist.all_reduce(values, group=tp.group)
         return values
@@ -50,11 +50,11 @@ class _Sum(torch.autograd.Function):
         return grad, None
 
 
-class _Join(torch.autograd.Function):
+class _GatherFromTensorParallel(torch.autograd.Function):
     """All ranks' values joined along the last dimension; each rank has its part's gradient."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, tp: Axis) -> Tensor:
+    def forward(ctx: Any, values: Tensor, tp: ParallelDim) -> Tensor:
         ctx.tp = tp
         parts = [torch.empty_like(values) for _ in range(tp.size)]
         dist.all_gather(parts, values.contiguous(), group=tp.group)
@@ -65,11 +65,11 @@ class _Join(torch.autograd.Function):
         return grad.chunk(ctx.tp.size, dim=-1)[ctx.tp.rank], None
 
 
-class _SumOfCopies(torch.autograd.Function):
-    """A weight that `copies` neighbouring ranks hold alike; its gradients are summed over them."""
+class _ReduceReplicatedKVGradients(torch.autograd.Function):
+    """A weight that `copies` neighboring ranks hold alike; its gradients are summed over them."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, tp: Axis, copies: int) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, tp: ParallelDim, copies: int) -> Tensor:
         ctx.tp, ctx.copies = tp, copies
         return weight.view_as(weight)
 
@@ -84,14 +84,14 @@ class _SumOfCopies(torch.autograd.Function):
         return places[tp.rank // copies].clone(), None, None
 
 
-def spread(values: Tensor, tp: Axis) -> Tensor:
+def copy_to_tensor_parallel(values: Tensor, tp: ParallelDim) -> Tensor:
     """What every rank holds alike, on its way into a split layer."""
-    return values if tp.size == 1 else _Spread.apply(values, tp)
+    return values if tp.size == 1 else _CopyToTensorParallel.apply(values, tp)
 
 
-def join(values: Tensor, tp: Axis) -> Tensor:
+def join(values: Tensor, tp: ParallelDim) -> Tensor:
     """All ranks' equally wide [..., n] as [..., size n], in rank order."""
-    return values if tp.size == 1 else _Join.apply(values, tp)
+    return values if tp.size == 1 else _GatherFromTensorParallel.apply(values, tp)
 
 
 class Linear(nn.Linear):
@@ -102,15 +102,15 @@ class Linear(nn.Linear):
 
 
 @dataclass(frozen=True)
-class Part:
+class ColumnGroup:
     """Outputs of a column-split layer that are split as one."""
 
     width: int
     """Outputs of the whole layer."""
     copies: int = 1
-    """Each slice is held by this many neighbouring ranks, so there are size / copies slices."""
+    """Each slice is held by this many neighboring ranks, so there are size / copies slices."""
 
-    def interval(self, offset: int, tp: Axis) -> Interval:
+    def interval(self, offset: int, tp: ParallelDim) -> Interval:
         """The rank's slice, in a dimension where the part begins at `offset`."""
         slices = tp.size // self.copies
         assert self.width % slices == 0, f"{self.width} outputs over {slices} slices"
@@ -126,9 +126,11 @@ class ColumnLinear(Linear):
     whole layer they are rows of `weight` and `bias` like the others.
     """
 
-    def __init__(self, in_features: int, parts: Sequence[Part], *, bias: bool, tp: Axis) -> None:
+    def __init__(
+        self, in_features: int, parts: Sequence[ColumnGroup], *, bias: bool, tp: ParallelDim
+    ) -> None:
         if tp.size == 1:
-            parts = [Part(part.width) for part in parts]
+            parts = [ColumnGroup(part.width) for part in parts]
         offsets = [sum(part.width for part in parts[:index]) for index in range(len(parts) + 1)]
         whole = (offsets.pop(), in_features)
         own, copied = (
@@ -174,22 +176,22 @@ class ColumnLinear(Linear):
 
     def forward_split(self, values: Tensor) -> Tensor:
         """`forward` of one of several ranks."""
-        values = spread(values, self.tp)
+        values = copy_to_tensor_parallel(values, self.tp)
         out = linear(values, self.weight, self.bias)
         if self.copies == 1:
             return out
-        weight = _SumOfCopies.apply(self.copied_weight, self.tp, self.copies)
+        weight = _ReduceReplicatedKVGradients.apply(self.copied_weight, self.tp, self.copies)
         bias = None
         if self.bias is not None:
-            bias = _SumOfCopies.apply(self.copied_bias, self.tp, self.copies)
+            bias = _ReduceReplicatedKVGradients.apply(self.copied_bias, self.tp, self.copies)
         return torch.cat([out, linear(values, weight, bias)], dim=-1)
 
 
 class RowLinear(Linear):
     """A linear layer whose inputs are split: the sum of the ranks' products, and the bias once."""
 
-    def __init__(self, in_features: int, out_features: int, *, bias: bool, tp: Axis) -> None:
-        part = Part(in_features).interval(0, tp)
+    def __init__(self, in_features: int, out_features: int, *, bias: bool, tp: ParallelDim) -> None:
+        part = ColumnGroup(in_features).interval(0, tp)
         super().__init__(part.length, out_features, bias=bias)
         self.tp = tp
         if tp.size > 1:
@@ -203,11 +205,11 @@ class RowLinear(Linear):
 
     def forward_split(self, values: Tensor) -> Tensor:
         """`forward` of one of several ranks."""
-        out = cast(Tensor, _Sum.apply(linear(values, self.weight), self.tp))
+        out = cast(Tensor, _ReduceFromTensorParallel.apply(linear(values, self.weight), self.tp))
         return out if self.bias is None else out + self.bias
 
 
-def vocabulary_weight(vocab_size: int, width: int, tp: Axis) -> nn.Parameter:
+def vocabulary_weight(vocab_size: int, width: int, tp: ParallelDim) -> nn.Parameter:
     """An unset [the rank's token ids, width]; the vocabulary is padded to a multiple of the size.
 
     The padding's rows are 0, and stay so if their gradients are.
@@ -221,34 +223,34 @@ def vocabulary_weight(vocab_size: int, width: int, tp: Axis) -> nn.Parameter:
     return weight
 
 
-def vocabulary_embedding(tokens: Tensor, weight: Tensor, tp: Axis) -> Tensor:
+def vocabulary_embedding(tokens: Tensor, weight: Tensor, tp: ParallelDim) -> Tensor:
     """Rows [..., width] of the tokens, of a `vocabulary_weight`; the same on every rank."""
     if tp.size == 1:
         return F.embedding(tokens, weight)
     local = tokens - tp.rank * weight.shape[0]
     elsewhere = (local < 0) | (local >= weight.shape[0])
     rows = F.embedding(local.masked_fill(elsewhere, 0), weight)
-    return _Sum.apply(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0), tp)
+    return _ReduceFromTensorParallel.apply(rows.masked_fill(elsewhere.unsqueeze(-1), 0.0), tp)
 
 
-def vocabulary_logits(hidden: Tensor, weight: Tensor, vocab_size: int, tp: Axis) -> Tensor:
+def vocabulary_logits(hidden: Tensor, weight: Tensor, vocab_size: int, tp: ParallelDim) -> Tensor:
     """hidden [..., width] to the logits [..., vocab_size] of a `vocabulary_weight`."""
-    logits = F.linear(spread(hidden, tp), weight)
+    logits = F.linear(copy_to_tensor_parallel(hidden, tp), weight)
     return logits if tp.size == 1 else join(logits, tp)[..., :vocab_size]
 
 
-def split_columns(shape: tuple[int, int], tp: Axis) -> nn.Parameter:
+def split_columns(shape: tuple[int, int], tp: ParallelDim) -> nn.Parameter:
     """An unset matrix of which each rank has its slice of the columns."""
-    part = Part(shape[1]).interval(0, tp)
+    part = ColumnGroup(shape[1]).interval(0, tp)
     parameter = nn.Parameter(torch.empty(shape[0], part.length))
     if tp.size > 1:
         mark(parameter, Shard(shape, 1, (part,), part.length))
     return parameter
 
 
-def split_vector(length: int, tp: Axis) -> nn.Parameter:
+def split_vector(length: int, tp: ParallelDim) -> nn.Parameter:
     """An unset vector of which each rank has its slice."""
-    part = Part(length).interval(0, tp)
+    part = ColumnGroup(length).interval(0, tp)
     parameter = nn.Parameter(torch.empty(part.length))
     if tp.size > 1:
         mark(parameter, Shard((length,), 0, (part,), part.length))

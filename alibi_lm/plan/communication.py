@@ -86,7 +86,7 @@ def _tensor(setting: Setting, stage: int) -> float:
     if tp > model.kv_heads:
         # One sum over all ranks, each set of copies in its own place.
         rows = 2 * model.head_dim * model.kv_heads
-        bias = model.shape == "bloom"
+        bias = model.architecture == "bloom"
         copied = setting.width * rows * (model.hidden_size + bias)
         size += setting.num_blocks(stage) * copied
     return all_reduce(size, tp) * setting.num_micro_batches

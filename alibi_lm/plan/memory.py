@@ -223,7 +223,7 @@ def activations(setting: Setting, stage: int) -> Activations:
     line = tokens * width * config.model.hidden_size
     ends, loss = 0, 0
     if stage == 0:
-        ends += 8 * tokens + line * (config.model.shape == "bloom")
+        ends += 8 * tokens + line * (config.model.architecture == "bloom")
     if stage == setting.layout.pp - 1:
         ends += 8 * tokens + 2 * line
         loss = loss_bytes(setting)

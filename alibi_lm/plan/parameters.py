@@ -12,7 +12,7 @@ from torch import nn
 
 from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.layers import layers
-from alibi_lm.parallel.mesh import Axis
+from alibi_lm.parallel.mesh import ParallelDim
 from alibi_lm.parallel.shard import shard_of
 from alibi_lm.plan.setting import Setting
 
@@ -35,11 +35,11 @@ class HeldParameter:
 def held_parameters(setting: Setting, rank: int) -> list[HeldParameter]:
     """What a rank holds (before ZeRO splits it), in the order of its modules."""
     place = setting.layout.place(rank)
-    axis = Axis(place.tensor, setting.layout.tp)
+    axis = ParallelDim(place.tensor, setting.layout.tp)
     return _stage_parameters(setting, place.stage, axis)
 
 
-def _stage_parameters(setting: Setting, stage: int, axis: Axis) -> list[HeldParameter]:
+def _stage_parameters(setting: Setting, stage: int, axis: ParallelDim) -> list[HeldParameter]:
     model = setting.config.model
     first, block, last = _layer_parameters(_key(model), axis.rank, axis.size)
     held: list[HeldParameter] = []
@@ -77,7 +77,7 @@ def _layer_parameters(
 ) -> tuple[tuple[HeldParameter, ...], ...]:
     """Those of the Embedding, of one Block (all are alike) and of the Head."""
     config = ModelConfig(**dict(model))  # type: ignore[arg-type]
-    makers = layers(config, Axis(rank, size))
+    makers = layers(config, ParallelDim(rank, size))
     with torch.device("meta"):
         modules = [makers[0](), makers[1](), makers[-1]()]
     return tuple(

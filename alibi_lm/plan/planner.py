@@ -14,7 +14,7 @@ from alibi_lm.data.tokenizer import load_tokenizer
 from alibi_lm.model.flops import flops_per_token, num_parameters
 from alibi_lm.model.position_scaling import head_slopes
 from alibi_lm.model.slopes import slice_slopes
-from alibi_lm.parallel.layout import Layout, Place
+from alibi_lm.parallel.layout import Layout, RankCoordinate
 from alibi_lm.plan.communication import Sent, sent
 from alibi_lm.plan.memory import Activations, States, activations, states
 from alibi_lm.plan.parameters import HeldParameter, held_parameters
@@ -35,7 +35,7 @@ class RankPlan:
     rank: int
 
     @property
-    def place(self) -> Place:
+    def place(self) -> RankCoordinate:
         """Where the rank stands."""
         return self.setting.layout.place(self.rank)
 

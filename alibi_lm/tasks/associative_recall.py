@@ -58,14 +58,14 @@ class Recall:
         return 1 / self._pairs
 
     @property
-    def room(self) -> int:
+    def answer_budget(self) -> int:
         """Tokens of a value."""
         return len(self._values[0].tokens)
 
     def shortest(self, length: int) -> int:
         """Pairs and queries, and a line's worth of text between them."""
         widest = max(len(self._encode(QUERY.format(key=key))) for key in KEYS[:: len(KEYS) // 60])
-        line = widest + 1 + self.room
+        line = widest + 1 + self.answer_budget
         return line * (self._pairs + self._queries) + len(self._encode(END)) + line
 
     def prompt(self, length: int, index: int, control: bool = False) -> Prompt:
@@ -92,11 +92,11 @@ class Recall:
         answered = [self._pair(keys[i], values[i]) for i in asked[:-1]]
         tail = [*answered, self._encode(QUERY.format(key=keys[wanted]))]
         end = self._encode(END)
-        size = length - self.room - len(end) - sum(map(len, [*pairs, *tail]))
+        size = length - self.answer_budget - len(end) - sum(map(len, [*pairs, *tail]))
         tokens = joined([*pairs, end, cut.tokens[:size], *tail])
         return Prompt(
             tokens=tokens,
-            room=self.room,
+            answer_budget=self.answer_budget,
             references=(values[wanted].number,),
             distance=len(tokens) - sum(map(len, pairs[:wanted])),
             candidates=tuple(value.tokens for value in values),

@@ -16,7 +16,7 @@ LARGEST_WALK = 256
 
 
 @dataclass(frozen=True)
-class Cut:
+class Slice:
     """Consecutive tokens of a corpus, and the text of each on its own."""
 
     tokens: np.ndarray
@@ -49,14 +49,14 @@ class Haystack:
         rule = f"the longest haystack corpus ({names}) has {self.longest:,} tokens"
         return Problem(key, length, rule, "leave it out")
 
-    def cut(self, generator: np.random.Generator, length: int) -> Cut:
+    def cut(self, generator: np.random.Generator, length: int) -> Slice:
         """`length` consecutive tokens from a random place of the corpora."""
         places = np.array([max(0, int(f.num_tokens) - length + 1) for f in self._files])
         place = int(generator.integers(places.sum()))
         which = int(np.searchsorted(np.cumsum(places), place, side="right"))
         start = place - int(places[:which].sum())
         tokens = self._files[which].read(start, start + length).astype(np.int64)
-        return Cut(tokens, self.texts(tokens))
+        return Slice(tokens, self.texts(tokens))
 
     def texts(self, tokens: np.ndarray) -> list[str]:
         """The text of each token on its own."""

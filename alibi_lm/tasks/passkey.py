@@ -69,17 +69,23 @@ class Passkey:
         """Head, key, question and answer, and one round of filler."""
         line = len(self._line(self._pool[0]))
         round_ = sum(map(len, self._cycle))
-        return len(self._encode(HEAD)) + line + round_ + len(self._encode(QUESTION)) + self.room
+        return (
+            len(self._encode(HEAD))
+            + line
+            + round_
+            + len(self._encode(QUESTION))
+            + self.answer_budget
+        )
 
     @property
-    def room(self) -> int:
+    def answer_budget(self) -> int:
         """Tokens of an answer."""
         return len(self._pool[0].tokens)
 
     def distances(self, length: int) -> list[int]:
         """The distances asked for at a length: evenly spaced up to the whole prompt."""
         nearest = len(self._line(self._pool[0])) + len(self._encode(QUESTION))
-        farthest = length - self.room - len(self._encode(HEAD))
+        farthest = length - self.answer_budget - len(self._encode(HEAD))
         steps = np.arange(1, self.num_distances + 1) / self.num_distances
         return [max(nearest, round(step * farthest)) for step in steps.tolist()]
 
@@ -98,11 +104,11 @@ class Passkey:
         line = self._line(candidates[truth])
         after = self._sentences(asked - len(line) - len(tail))
         middle = [] if control else line
-        size = length - self.room - len(head) - len(middle) - len(after) - len(tail)
+        size = length - self.answer_budget - len(head) - len(middle) - len(after) - len(tail)
         before = self._filled(size)
         return Prompt(
             tokens=joined([head, before, middle, after, tail]),
-            room=self.room,
+            answer_budget=self.answer_budget,
             references=(candidates[truth].number,),
             distance=len(line) + len(after) + len(tail),
             candidates=tuple(candidate.tokens for candidate in candidates),

@@ -20,8 +20,8 @@ class Prompt:
     """One prompt and what is right."""
 
     tokens: np.ndarray
-    """`[length - room]` int64 token ids."""
-    room: int
+    """`[length - answer_budget]` int64 token ids."""
+    answer_budget: int
     """Tokens that the answer may take: part of the length."""
     references: tuple[str, ...]
     """What is looked for in the answer."""
@@ -37,7 +37,7 @@ class Prompt:
     @property
     def length(self) -> int:
         """Tokens of the prompt and of the answer's room."""
-        return len(self.tokens) + self.room
+        return len(self.tokens) + self.answer_budget
 
 
 class Task(Protocol):

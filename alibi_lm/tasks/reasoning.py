@@ -1,4 +1,4 @@
-"""Copying, addition and sorting as text: do they generalise to more items than were trained?
+"""Copying, addition and sorting as text: do they generalize to more items than were trained?
 
 In the manner of Kazemnejad et al. 2023 (arXiv 2305.19466), who train on problems of up to 20 items
 and test on up to 40. A problem is one line with its answer after a marker:
@@ -60,7 +60,7 @@ def _addition(length: int, generator: np.random.Generator) -> Question:
     return Question(f"add: {terms[0]}+{terms[1]}=", total[::-1])
 
 
-class ReasoningMaker:
+class ReasoningGenerator:
     """Makes documents of several problems; document i is a pure function of (settings, i).
 
     Raises:

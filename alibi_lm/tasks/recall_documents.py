@@ -94,7 +94,7 @@ class Filler:
         return "", 0
 
 
-class RecallMaker:
+class RecallGenerator:
     """Makes documents of at most, and where the tokenizer allows exactly, `max_tokens` tokens.
 
     Raises:
@@ -166,13 +166,15 @@ class RecallMaker:
             return ()
         stated = [piece for fact in chosen for piece in fact.statement]
         asked = [piece for fact in _shuffled(generator, chosen) for piece in fact.query]
-        room = self._room - self._size(stated) - self._size(asked) - self._size((mqar.END,))
-        before = int(generator.integers(room + 1)) if room else 0
+        answer_budget = (
+            self._room - self._size(stated) - self._size(asked) - self._size((mqar.END,))
+        )
+        before = int(generator.integers(answer_budget + 1)) if answer_budget else 0
         return (
             *self._filler.cut(generator, before),
             *stated,
             mqar.END,
-            *self._filler.cut(generator, room - before),
+            *self._filler.cut(generator, answer_budget - before),
             *asked,
         )
 
@@ -184,11 +186,11 @@ class RecallMaker:
         first, middle, last = (part.rstrip(" ") for part in passkey.KEY_LINE.split("{key}"))
         line = (first, answer, middle, answer, last)
         end = (passkey.QUESTION, answer)
-        room = self._room - self._size((passkey.HEAD, *line, *end))
-        if room < 0:
+        answer_budget = self._room - self._size((passkey.HEAD, *line, *end))
+        if answer_budget < 0:
             return ()
-        after = self._sentences(int(generator.integers(room + 1)))
-        before = self._end_of_sentences(room - self._size(after))
+        after = self._sentences(int(generator.integers(answer_budget + 1)))
+        before = self._end_of_sentences(answer_budget - self._size(after))
         prompt = (passkey.HEAD, *before, *line, *after, *end)
         # As good as always nothing: a piece of a sentence that is encoded otherwise by itself.
         return (*prompt, *self._filler.cut(generator, self._room - self._size(prompt)))
@@ -223,13 +225,13 @@ class RecallMaker:
         if not chosen:
             return ()
         asked = [piece for fact in _shuffled(generator, chosen) for piece in fact.query]
-        room = self._room - self._size(asked)
-        room -= sum(self._size(fact.statement) for fact in chosen)
-        places = np.sort(generator.integers(room + 1, size=len(chosen))).tolist()
+        answer_budget = self._room - self._size(asked)
+        answer_budget -= sum(self._size(fact.statement) for fact in chosen)
+        places = np.sort(generator.integers(answer_budget + 1, size=len(chosen))).tolist()
         pieces: list[str] = []
         for before, place, fact in zip([0, *places], places, chosen, strict=False):
             pieces += [*self._filler.cut(generator, place - before), *fact.statement]
-        return (*pieces, *self._filler.cut(generator, room - places[-1]), *asked)
+        return (*pieces, *self._filler.cut(generator, answer_budget - places[-1]), *asked)
 
     def _chosen(self, generator: np.random.Generator, facts: list[Fact], extra: int) -> list[Fact]:
         """As many facts as fit or, in documents that are not dense, a random number of them."""

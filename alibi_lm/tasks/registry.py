@@ -57,11 +57,11 @@ def _make(
         return CommonWords(encode, seed, sizes)
     if name == "fwe":
         return FrequentWords(encode, seed, sizes)
-    room = sizes.tokens_to_generate
+    answer_budget = sizes.tokens_to_generate
     if name in QA:
-        return QuestionAnswering(name, qa_files[QA.index(name)], encode, seed, room)
+        return QuestionAnswering(name, qa_files[QA.index(name)], encode, seed, answer_budget)
     setting = niah_setting(name, sizes)
-    return Niah(name, setting, encode, haystack, seed, room, setting == NIAH[name])
+    return Niah(name, setting, encode, haystack, seed, answer_budget, setting == NIAH[name])
 
 
 def niah_setting(name: str, sizes: TaskSizes) -> NiahSetting:

@@ -79,7 +79,7 @@ class TrainConfig:
     """Decay of AdamW's first moment."""
     beta2: float = 0.95
     """Decay of AdamW's second moment."""
-    epsilon: float = 1e-8
+    adam_epsilon: float = 1e-8
     """AdamW's epsilon."""
     weight_decay: float = 0.1
     """Decoupled weight decay of the matrices; vectors have none."""
@@ -91,16 +91,16 @@ class TrainConfig:
     """Whether torch.compile fuses what lies between a block's attention, products and collectives;
     takes a minute at the start, and needs a C++ compiler or Triton."""
 
-    attention_epsilon: float = 1e-6
+    pruning_tolerance: float = 1e-6
     """Probability that a head may leave out of each row of long samples; 0 computes all of it."""
 
     log_interval: int = 10
     """Steps between log lines, metrics.jsonl lines and TensorBoard points."""
     max_minutes: float | None = None
     """Save and stop after this many minutes, to be started again; by default never."""
-    silence_seconds: float | None = 120.0
+    heartbeat_timeout_seconds: float | None = 120.0
     """Seconds without a sign of life after which a rank or its host is lost; null: never."""
-    hang_minutes: float | None = 8.0
+    hang_timeout_minutes: float | None = 8.0
     """Minutes in which no rank moves on, after which the job ends; null: never."""
     checkpoint_interval: int = 500
     """Steps between checkpoints; the last step always has one."""
@@ -138,7 +138,13 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 yield Problem(f"{key}{name}", value, "is not positive", "give at least 1")
-        positive = ("learning_rate", "epsilon", "peak_flops", "max_minutes", "hang_minutes")
+        positive = (
+            "learning_rate",
+            "adam_epsilon",
+            "peak_flops",
+            "max_minutes",
+            "hang_timeout_minutes",
+        )
         for name in positive:
             value = getattr(self, name)
             if value is not None and value <= 0:
@@ -154,10 +160,15 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and value < 0:
                 yield Problem(f"{key}{name}", value, "is negative", "give 0 or more")
-        if self.silence_seconds is not None and self.silence_seconds < 5:
+        if self.heartbeat_timeout_seconds is not None and self.heartbeat_timeout_seconds < 5:
             rule = "is less than 5; signs of life come once a second"
-            yield Problem(f"{key}silence_seconds", self.silence_seconds, rule, "give at least 5")
-        for name, example in (("beta1", 0.9), ("beta2", 0.9), ("attention_epsilon", 1e-6)):
+            yield Problem(
+                f"{key}heartbeat_timeout_seconds",
+                self.heartbeat_timeout_seconds,
+                rule,
+                "give at least 5",
+            )
+        for name, example in (("beta1", 0.9), ("beta2", 0.9), ("pruning_tolerance", 1e-6)):
             value = getattr(self, name)
             if not 0 <= value < 1:
                 yield Problem(

@@ -23,7 +23,7 @@ _LOOKED_AT = 1 << 22
 
 
 @dataclass(frozen=True)
-class Inputs:
+class TrainingData:
     """The opened inputs of a run."""
 
     config: Config
@@ -86,7 +86,7 @@ class Inputs:
         )
 
 
-def open_inputs(config: Config) -> Inputs:
+def open_training_data(config: Config) -> TrainingData:
     """Open and check everything that a run reads, and fill in `model.vocab_size`.
 
     Raises:
@@ -132,7 +132,7 @@ def open_inputs(config: Config) -> Inputs:
         config.train.seed,
         eos_id=None if tokenizer is None else tokenizer.eos_id,
     )
-    return Inputs(config, blend, corpora, validation, tokenizer)
+    return TrainingData(config, blend, corpora, validation, tokenizer)
 
 
 def _validation_problems(config: Config, files: list[TokenFile]) -> Iterator[Problem]:

@@ -73,7 +73,7 @@ def gather(value: Any) -> list[Any]:
     return values
 
 
-def together(action: Callable[[], T], where: Path | None = None) -> T:
+def run_on_all_ranks(action: Callable[[], T], where: Path | None = None) -> T:
     """Run `action` on every rank; if any rank fails, all raise its error.
 
     A full disk and its like count as errors that a user can mend. The system does not name the
@@ -86,7 +86,7 @@ def together(action: Callable[[], T], where: Path | None = None) -> T:
         error = failure
     except OSError as failure:
         error = disk_error(failure, where)
-    raise_together(error)
+    raise_on_all_ranks(error)
     return result
 
 
@@ -99,7 +99,7 @@ def disk_error(failure: OSError, where: Path | None) -> UserError:
     return error
 
 
-def raise_together(error: UserError | None) -> None:
+def raise_on_all_ranks(error: UserError | None) -> None:
     """Raise on every rank what any rank found, so that no rank waits for one that has left.
 
     Raises:
@@ -107,7 +107,7 @@ def raise_together(error: UserError | None) -> None:
     """
     for found in gather(error):
         if found is not None:
-            found.on_every_rank = True
+            found.raised_on_all_ranks = True
             raise found
 
 
@@ -122,5 +122,5 @@ def raise_if_different(what: str, value: Any) -> None:
     if odd:
         rule = f"differs between rank 0 and ranks {odd}"
         error = CheckpointError(Problem(what, None, rule, "start every rank with the same files"))
-        error.on_every_rank = True
+        error.raised_on_all_ranks = True
         raise error

@@ -54,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
         finished = pretrain(parsed.config, parsed.overrides, local_rank, address)
     except UserError as error:
         console.error(str(error))
-        if error.on_every_rank:
+        if error.raised_on_all_ranks:
             _wait_for_rank_0()
         return error.exit_code
     except OSError as error:

@@ -13,8 +13,14 @@ from alibi_lm.checkpoint.folder import step_folders, step_name
 from alibi_lm.config import Config
 from alibi_lm.model.flops import flops_per_token
 from alibi_lm.train.checkpointing.save import remove_old, save
-from alibi_lm.train.data import Inputs
-from alibi_lm.train.distributed import disk_error, raise_together, rank, together, world_size
+from alibi_lm.train.data import TrainingData
+from alibi_lm.train.distributed import (
+    disk_error,
+    raise_on_all_ranks,
+    rank,
+    run_on_all_ranks,
+    world_size,
+)
 from alibi_lm.train.engine.base import Engine, NotFinite, StepResult
 from alibi_lm.train.fault_tolerance.heartbeat import (
     COMPUTING,
@@ -36,7 +42,7 @@ class Loop:
     def __init__(
         self,
         engine: Engine,
-        inputs: Inputs,
+        inputs: TrainingData,
         config: Config,
         metrics: Metrics | None,
         peak_flops: float | None,
@@ -81,7 +87,7 @@ class Loop:
             use_huge_pages()
             step += 1
             if result.stop:
-                raise_together(self._disk)
+                raise_on_all_ranks(self._disk)
             if step % train.log_interval == 0:
                 self._log(step, result)
             interval = train.validation_interval
@@ -96,9 +102,9 @@ class Loop:
         return True
 
     def _say_stopped(self, step: int) -> None:
-        self.preemption.obeyed()
+        self.preemption.acknowledge()
         reason = self.preemption.reason or "another rank's request"
-        console.say(f"stopped by {reason} after step {step:,}; the same command goes on from here")
+        console.info(f"stopped by {reason} after step {step:,}; the same command goes on from here")
 
     def _batches(self, step: int) -> list[torch.Tensor]:
         if not self.engine.reads_data:
@@ -145,7 +151,7 @@ class Loop:
             if not math.isfinite(losses[length]):
                 failure = NotFinite(f"validation loss {losses[length]} at length {length}")
                 raise self._not_finite(step - 1, failure)
-        together(lambda: self._validated(step, losses), self.run_folder)
+        run_on_all_ranks(lambda: self._validated(step, losses), self.run_folder)
 
     def _validated(self, step: int, losses: dict[int, float]) -> None:
         if self.metrics is not None:
@@ -153,7 +159,7 @@ class Loop:
 
     def _save(self, step: int) -> None:
         self.progress.at(SAVING, step)
-        together(self._flush, self.run_folder)
+        run_on_all_ranks(self._flush, self.run_folder)
         facts = {
             "tokens": step * self.tokens_per_step,
             "consumed_samples": step * self.config.train.global_batch_size,
@@ -161,7 +167,7 @@ class Loop:
         }
         saved = save(self.engine, self.config, step, facts, self.inputs.tokenizer)
         self.progress.saved = saved
-        together(lambda: self._saved(step), self.run_folder)
+        run_on_all_ranks(lambda: self._saved(step), self.run_folder)
 
     def _flush(self) -> None:
         if self._disk is not None:
@@ -170,7 +176,7 @@ class Loop:
             self.metrics.flush()
 
     def _saved(self, step: int) -> None:
-        console.say(f"checkpoint {self.progress.saved}")
+        console.info(f"checkpoint {self.progress.saved}")
         if rank() == 0:
             train = self.config.train
             self._damaged.discard(step_name(step))

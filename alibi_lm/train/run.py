@@ -21,12 +21,12 @@ from alibi_lm.parallel.mesh import make_mesh
 from alibi_lm.parallel.rules import layout_problems
 from alibi_lm.train.checkpointing.resume import check_resumable, find_checkpoint
 from alibi_lm.train.checkpointing.save import clear_leftovers
-from alibi_lm.train.data import Inputs, open_inputs
+from alibi_lm.train.data import TrainingData, open_training_data
 from alibi_lm.train.distributed import (
     join_process_group,
     raise_if_different,
     rank,
-    together,
+    run_on_all_ranks,
     world_size,
 )
 from alibi_lm.train.engine.base import Engine
@@ -46,10 +46,10 @@ from alibi_lm.train.fault_tolerance.watchdog import watched
 from alibi_lm.train.loop import Loop
 from alibi_lm.train.monitoring.hardware import peak_flops
 from alibi_lm.train.monitoring.metrics import Metrics
-from alibi_lm.train.monitoring.writers import check_boards, open_boards
+from alibi_lm.train.monitoring.writers import check_writers, open_writers
 from alibi_lm.utils.errors import CheckpointError, ConfigError, Problem
 from alibi_lm.utils.files import write_json, write_text
-from alibi_lm.utils.locking import alone
+from alibi_lm.utils.locking import exclusive_lock
 from alibi_lm.utils.logging import console
 
 MAY_CHANGE = ("window", "scaling", "initializer_range")
@@ -100,34 +100,39 @@ def pretrain(path: str | Path, overrides: Sequence[str], local_rank: int, addres
         UserError: on every rank alike, for everything that a user can mend.
     """
     join_process_group(local_rank)
-    config, block = together(lambda: read_config(path, overrides, world_size()))
+    config, block = run_on_all_ranks(lambda: read_config(path, overrides, world_size()))
     raise_if_different("the resolved config", digest(config))
-    together(lambda: check_boards(config) if rank() == 0 else None)
-    together(lambda: check_compiler(config))
+    run_on_all_ranks(lambda: check_writers(config) if rank() == 0 else None)
+    run_on_all_ranks(lambda: check_compiler(config))
     train, progress = config.train, Progress()
-    limits = Limits(train.silence_seconds, train.hang_minutes and 60 * train.hang_minutes)
+    limits = Limits(
+        train.heartbeat_timeout_seconds,
+        train.hang_timeout_minutes and 60 * train.hang_timeout_minutes,
+    )
     with watched(address, limits, progress, Path(config.run.dir) / "train.log"):
         return _pretrain(config, block, progress)
 
 
 def _pretrain(config: Config, block: dict[str, Any], progress: Progress) -> bool:
-    inputs = together(lambda: open_inputs(config))
+    inputs = run_on_all_ranks(lambda: open_training_data(config))
     run = Path(config.run.dir)
     found = find_checkpoint(run)
     if found is not None:
-        together(lambda: check_resumable(*found, config, inputs.facts()))
+        run_on_all_ranks(lambda: check_resumable(*found, config, inputs.facts()))
         if int(found[1]["step"]) == config.train.num_steps:
             done = config.train.num_steps
-            console.say(f"{run} has done its {done:,} steps already; newest checkpoint: {found[0]}")
+            console.info(
+                f"{run} has done its {done:,} steps already; newest checkpoint: {found[0]}"
+            )
             return True
-    source = together(lambda: _initial_weights(config, inputs)) if found is None else None
+    source = run_on_all_ranks(lambda: _initial_weights(config, inputs)) if found is None else None
     mesh = make_mesh(config.parallel.tp, config.parallel.pp)
     ds_config = deepspeed_config(config, block, mesh.dp.size)
     fresh = found is None and source is None
     engine = make_engine(config, json.loads(json.dumps(ds_config)), mesh, initial=fresh)
     with _held(run):
         line = _start_line(config, inputs, engine, found, source)
-        together(lambda: _prepare_run_folder(run, config, ds_config, line), run)
+        run_on_all_ranks(lambda: _prepare_run_folder(run, config, ds_config, line), run)
         if found is not None:
             engine.load(*found)
         elif source is not None:
@@ -143,12 +148,12 @@ def _pretrain(config: Config, block: dict[str, Any], progress: Progress) -> bool
 def _held(run: Path) -> Iterator[None]:
     """Hold the run folder, so that no second job trains the same run."""
     with ExitStack() as stack:
-        hold = alone(run, CheckpointError) if rank() == 0 else nullcontext()
-        together(lambda: stack.enter_context(hold))
+        hold = exclusive_lock(run, CheckpointError) if rank() == 0 else nullcontext()
+        run_on_all_ranks(lambda: stack.enter_context(hold))
         yield
 
 
-def _initial_weights(config: Config, inputs: Inputs) -> Path | None:
+def _initial_weights(config: Config, inputs: TrainingData) -> Path | None:
     """The step folder of `train.init_from`, its model and tokenizer compared with ours."""
     if config.train.init_from is None:
         return None
@@ -178,12 +183,12 @@ def _prepare_run_folder(run: Path, config: Config, ds_config: dict[str, Any], li
         write_text(run / CONFIG, to_yaml(config))
         write_json(run / "ds_config.json", ds_config)
         console.log_to(run / "train.log")
-        console.say(line)
+        console.info(line)
 
 
 def _start_line(
     config: Config,
-    inputs: Inputs,
+    inputs: TrainingData,
     engine: Engine,
     found: tuple[Path, dict[str, Any]] | None,
     source: Path | None,
@@ -205,7 +210,7 @@ def _start_line(
 
 def _train(
     engine: Engine,
-    inputs: Inputs,
+    inputs: TrainingData,
     config: Config,
     found: tuple[Path, dict[str, Any]] | None,
     progress: Progress,
@@ -217,7 +222,7 @@ def _train(
     if peak is None:
         peak, source = peak_flops(DTYPES[config.train.precision])
     shown = "unknown" if peak is None else f"{peak / 1e12:.3g} TFLOP/s a rank"
-    metrics = together(lambda: _open_metrics(config, step, f"{shown} ({source})"), run)
+    metrics = run_on_all_ranks(lambda: _open_metrics(config, step, f"{shown} ({source})"), run)
     try:
         preemption = Preemption(run if rank() == 0 else None, config.train.max_minutes)
         progress.saved = found[0] if found else None
@@ -231,6 +236,6 @@ def _train(
 def _open_metrics(config: Config, step: int, peak: str) -> Metrics | None:
     if rank() != 0:
         return None
-    console.say(f"mfu is measured against {peak}")
-    boards = open_boards(config, step)
-    return Metrics(Path(config.run.dir), config.train.num_steps, step, boards)
+    console.info(f"mfu is measured against {peak}")
+    writers = open_writers(config, step)
+    return Metrics(Path(config.run.dir), config.train.num_steps, step, writers)

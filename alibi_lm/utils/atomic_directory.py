@@ -18,7 +18,7 @@ from alibi_lm.utils.files import sync
 
 
 @contextmanager
-def new_folder(out: Path) -> Iterator[Path]:
+def atomic_directory(out: Path) -> Iterator[Path]:
     """A temporary folder beside `out`, renamed to it at the end; nothing stays after an error."""
     _remove_leftovers(out)
     temporary = out.with_name(f".{out.name}.{socket.gethostname()}-{os.getpid()}.tmp")

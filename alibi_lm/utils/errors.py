@@ -38,7 +38,7 @@ class UserError(Exception):
     """Base of the errors that a user can mend. Holds every problem found, not only the first."""
 
     exit_code = EXIT_USER_ERROR
-    on_every_rank = False
+    raised_on_all_ranks = False
     """Whether every rank of a job raised this error alike."""
 
     def __init__(self, *problems: Problem) -> None:

@@ -13,7 +13,7 @@ from alibi_lm.utils.logging import console
 
 
 @contextmanager
-def alone(folder: Path, error: type[UserError]) -> Iterator[None]:
+def exclusive_lock(folder: Path, error: type[UserError]) -> Iterator[None]:
     """Hold a folder, made if need be, against other processes; a kill lets go of it too.
 
     Raises:

@@ -15,12 +15,12 @@ class Console:
     """Writes lines to the terminal and, once a log file is set, to it as well.
 
     A muted console (every rank but 0) writes nothing, so callers need not ask for their rank. With
-    `coloured` the words `error` and `warning` have a colour, on a terminal only.
+    `colored` the words `error` and `warning` have a color, on a terminal only.
     """
 
     def __init__(self) -> None:
         self.muted = False
-        self.coloured = False
+        self.colored = False
         self._log: TextIO | None = None
 
     def log_to(self, path: Path) -> None:
@@ -37,7 +37,7 @@ class Console:
             self._log.close()
             self._log = None
 
-    def say(self, text: str) -> None:
+    def info(self, text: str) -> None:
         """Write one line for the user to standard output."""
         self._write(text, text, sys.stdout)
 
@@ -60,8 +60,8 @@ class Console:
             with suppress(OSError):
                 print(f"error: {text}", file=self._log, flush=True)
 
-    def _marked(self, word: str, colour: int, stream: TextIO) -> str:
-        return f"\x1b[{colour}m{word}\x1b[0m" if self.coloured and stream.isatty() else word
+    def _marked(self, word: str, color: int, stream: TextIO) -> str:
+        return f"\x1b[{color}m{word}\x1b[0m" if self.colored and stream.isatty() else word
 
     def _write(self, text: str, shown: str, stream: TextIO) -> None:
         if self.muted:

@@ -55,7 +55,7 @@ class Progress:
         now = time.monotonic()
         if self._bar.disable and now - self._logged >= _LOG_SECONDS:
             self._logged = now
-            console.say(self._line(now - self._start))
+            console.info(self._line(now - self._start))
 
     def _line(self, seconds: float) -> str:
         return str(

@@ -78,7 +78,7 @@ def alone(config: Config) -> list[tuple[float, float]]:
     ]
     train = config.train
     optimizer = torch.optim.AdamW(
-        groups, lr=RATE, betas=(train.beta1, train.beta2), eps=train.epsilon
+        groups, lr=RATE, betas=(train.beta1, train.beta2), eps=train.adam_epsilon
     )
     results = []
     for step in range(STEPS):
@@ -92,7 +92,7 @@ def alone(config: Config) -> list[tuple[float, float]]:
     return results
 
 
-def together(config: Config, stage: int, mesh: Mesh) -> dict[str, Any]:
+def run_on_all_ranks(config: Config, stage: int, mesh: Mesh) -> dict[str, Any]:
     block = {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}
     with most_held() as held:
         engine = make_engine(config, deepspeed_config(config, block, mesh.dp.size), mesh)
@@ -156,10 +156,10 @@ def copies_that_differ(engine: Engine, mesh: Mesh) -> list[str]:
         if shard is None:
             pairs = [(everyone[0], other) for other in everyone]
         elif name.rpartition(".")[2].startswith("copied_"):
-            neighbours = itertools.groupby(range(mesh.tp.size), lambda r: r // copies(engine))
+            neighbors = itertools.groupby(range(mesh.tp.size), lambda r: r // copies(engine))
             pairs = [
                 (everyone[first], everyone[other])
-                for ranks in (list(group) for _, group in neighbours)
+                for ranks in (list(group) for _, group in neighbors)
                 for first, other in itertools.pairwise(ranks)
             ]
         else:
@@ -197,7 +197,7 @@ def main(rank: int, size: int, tp: int, pp: int, store: str, out: Path) -> None:
                 if mistaken
                 else (contextlib.nullcontext())
             ):
-                found = together(config, stage, mesh)
+                found = run_on_all_ranks(config, stage, mesh)
             results[f"{name} stage {stage}"] = found | {"alone": reference}
     everyone: list[Any] = [None] * size
     dist.all_gather_object(everyone, results)

@@ -17,10 +17,10 @@ from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.decoder import Decoder
 from alibi_lm.model.layers import Block
 from alibi_lm.model.slopes import alibi_slopes
-from alibi_lm.parallel.mesh import Axis
+from alibi_lm.parallel.mesh import ParallelDim
 
 SCRIPT = Path(__file__).with_name("parallel_variants.py")
-BLOOM = {"shape": "bloom", "tied_embeddings": False}
+BLOOM = {"architecture": "bloom", "tied_embeddings": False}
 MQA, GQA = {"num_kv_heads": 1}, {"num_kv_heads": 2}
 BF16 = {"precision": "bf16"}
 COMPILED = {"compile": True}
@@ -69,7 +69,7 @@ LAYOUTS: dict[Layout, Variants] = {
         "mpt recomputed": {"stages": [0, 1], "recompute": True},
         "bloom mqa": BLOOM | MQA | {"stages": [0, 1], "num_layers": 3},
         "mpt gqa bf16": GQA | BF16 | {"stages": [1]},
-        "bloom tied": {"stages": [1], "shape": "bloom"},
+        "bloom tied": {"stages": [1], "architecture": "bloom"},
         "mpt fp16": {"stages": [1], "precision": "fp16"},
         "learned slopes, ntk": NTK | LEARNED_SLOPES | {"stages": [1]},
     },
@@ -81,7 +81,7 @@ LAYOUTS: dict[Layout, Variants] = {
     (4, 2, 2): {
         "mpt gqa": GQA | {"stages": [0, 1]},
         "bloom mqa": BLOOM | MQA | {"stages": [1], "recompute": True},
-        "bloom tied mqa bf16": MQA | BF16 | {"stages": [1], "shape": "bloom"},
+        "bloom tied mqa bf16": MQA | BF16 | {"stages": [1], "architecture": "bloom"},
     },
 }
 MORE: dict[Layout, Variants] = {
@@ -89,14 +89,14 @@ MORE: dict[Layout, Variants] = {
         "mpt": {"stages": [0, 1, 2, 3]},
         "bloom mqa": BLOOM | MQA | {"stages": [0, 1, 2, 3]},
         "mpt untied gqa": GQA | {"stages": [0, 1, 2, 3], "tied_embeddings": False},
-        "bloom tied bf16": BF16 | {"stages": [1, 2, 3], "shape": "bloom"},
+        "bloom tied bf16": BF16 | {"stages": [1, 2, 3], "architecture": "bloom"},
         "mpt compiled": COMPILED | {"stages": [1, 2], "recompute": True},
     },
     (2, 2, 1): {
         "bloom mqa compiled": BLOOM | MQA | COMPILED | {"stages": [1]},
         "mpt": {"stages": [2, 3]},
         "mpt bf16": BF16 | {"stages": [1, 2, 3]},
-        "bloom tied": {"stages": [0, 1], "shape": "bloom"},
+        "bloom tied": {"stages": [0, 1], "architecture": "bloom"},
         "mpt untied": {"stages": [0, 1], "tied_embeddings": False},
     },
     (4, 4, 1): {
@@ -139,7 +139,7 @@ MORE: dict[Layout, Variants] = {
         "mpt gqa": GQA | {"stages": [1]},
         "bloom mqa": BLOOM | MQA | {"stages": [1]},
         "mpt untied": {"stages": [0], "tied_embeddings": False},
-        "bloom tied bf16": BF16 | {"stages": [1], "shape": "bloom"},
+        "bloom tied bf16": BF16 | {"stages": [1], "architecture": "bloom"},
     },
 }
 
@@ -213,7 +213,7 @@ def rank_slopes(num_heads: int, size: int) -> list[tuple[float, ...]]:
     config = ModelConfig(num_layers=1, hidden_size=num_heads, num_heads=num_heads, vocab_size=9)
     slopes = []
     for rank in range(size):
-        block = Decoder(config, None, Axis(rank, size)).blocks[0]
+        block = Decoder(config, None, ParallelDim(rank, size)).blocks[0]
         assert isinstance(block, Block)
         assert block.attention.slopes is not None
         slopes.append(block.attention.slopes)
@@ -236,13 +236,15 @@ def test_slopes_of_local_heads_are_another_model(num_heads: int, size: int) -> N
     q, k, v = torch.randn(3, 1, num_heads, 33, 4, generator=generator)
     whole = attention(q, k, v, slopes=alibi_slopes(num_heads))
 
-    def together(slopes: list[tuple[float, ...]]) -> torch.Tensor:
+    def run_on_all_ranks(slopes: list[tuple[float, ...]]) -> torch.Tensor:
         parts = [
             attention(*(x.chunk(size, dim=1)[rank] for x in (q, k, v)), slopes=slopes[rank])
             for rank in range(size)
         ]
         return torch.cat(parts, dim=1)
 
-    torch.testing.assert_close(together(rank_slopes(num_heads, size)), whole, rtol=0, atol=1e-5)
-    mistaken = together([alibi_slopes(num_heads // size)] * size)
+    torch.testing.assert_close(
+        run_on_all_ranks(rank_slopes(num_heads, size)), whole, rtol=0, atol=1e-5
+    )
+    mistaken = run_on_all_ranks([alibi_slopes(num_heads // size)] * size)
     assert (mistaken - whole).abs().max() > 0.05

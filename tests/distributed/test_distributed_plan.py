@@ -40,7 +40,7 @@ TEXTBOOK = [
 ]
 SOME = [f"{ZERO_3}prefetch_bucket_size=20000", f"{ZERO_3}max_reuse_distance=60000",
         f"{ZERO_3}param_persistence_threshold=100"]  # fmt: skip
-MQA_BLOOM = ["model.shape=bloom", "model.num_kv_heads=1"]
+MQA_BLOOM = ["model.architecture=bloom", "model.num_kv_heads=1"]
 
 # Ranks: what they train in one start. Accumulation is 2 over dp2, and 4 over tp2, without ONCE.
 CASES: dict[int, dict[str, list[str]]] = {
@@ -52,10 +52,17 @@ CASES: dict[int, dict[str, list[str]]] = {
         "dp2 ZeRO-3": [STAGE + "3", BF16],
         "dp2 ZeRO-3 textbook": [STAGE + "3", *TEXTBOOK, UNTIED, ONCE],
         "dp2 ZeRO-3 recomputed": [STAGE + "3", *TEXTBOOK, AGAIN],
-        "dp2 ZeRO-3 some kept": [STAGE + "3", *SOME, "model.shape=bloom", ONCE],
+        "dp2 ZeRO-3 some kept": [STAGE + "3", *SOME, "model.architecture=bloom", ONCE],
         "tp2": ["parallel.tp=2", STAGE + "0"],
         "pp2": ["parallel.pp=2", STAGE + "1"],
-        "pp2 recomputed": ["parallel.pp=2", STAGE + "1", AGAIN, BF16, UNTIED, "model.shape=bloom"],
+        "pp2 recomputed": [
+            "parallel.pp=2",
+            STAGE + "1",
+            AGAIN,
+            BF16,
+            UNTIED,
+            "model.architecture=bloom",
+        ],
         "tp2 recomputed": ["parallel.tp=2", STAGE + "1", AGAIN, BF16, *MQA_BLOOM],
     },
     4: {

@@ -12,16 +12,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from alibi_lm.bench.interleaved_timing import in_turns, paired_ratio
+from alibi_lm.bench.interleaved_timing import interleaved, paired_ratio
 from alibi_lm.bench.long_inputs.perplexity_curve import dense_seconds, perplexity_curve
 from alibi_lm.bench.long_inputs.table import benchmark_lines
 from alibi_lm.data.indexed import TokenFile
-from alibi_lm.evals.models.base import NativeSubject
+from alibi_lm.evals.models.base import NativeModel
 from alibi_lm.evals.models.scorer import DTYPES
 from alibi_lm.model.decoder import Decoder
 from alibi_lm.model.inference.generation import decoding_cache, prefill
-from alibi_lm.model.inference.long_scoring import DENSE_UP_TO, LongReport, long_losses, why_dense
-from alibi_lm.model.inference.pruned_kv_cache import RingCache
+from alibi_lm.model.inference.long_scoring import (
+    DENSE_UP_TO,
+    LongScoringReport,
+    long_losses,
+    pruning_unsupported_reason,
+)
+from alibi_lm.model.inference.pruned_kv_cache import PrunedKVCache
 from alibi_lm.utils.errors import ConfigError, DataError, Problem
 from alibi_lm.utils.files import write_json
 from alibi_lm.utils.logging import console
@@ -74,7 +79,7 @@ def benchmark_long(step: Step, corpus: str, settings: LongBenchmark) -> dict[str
         DataError: the corpus is shorter than the longest length.
     """
     decoder = step.decoder(dtype=DTYPES[settings.precision])
-    reason = why_dense(decoder)
+    reason = pruning_unsupported_reason(decoder)
     if reason is not None:
         raise ConfigError(
             Problem("model", step.config.model.position, reason, "train an ALiBi run")
@@ -82,14 +87,14 @@ def benchmark_long(step: Step, corpus: str, settings: LongBenchmark) -> dict[str
     wanted = (*settings.lengths, settings.same_length, *settings.positions, *settings.curve,
               *settings.dense_lengths)  # fmt: skip
     text = _text(corpus, max(wanted))
-    subject = NativeSubject(step)
+    eval_model = NativeModel(step)
     result: dict[str, Any] = {
         "eval": "bench_long",
-        "inputs": {"step": subject.digest, **asdict(settings)},
+        "inputs": {"step": eval_model.digest, **asdict(settings)},
         "training_length": step.config.train.sequence_length,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
-        "epsilon": settings.epsilon,
+        "pruning_tolerance": settings.epsilon,
         "precision": settings.precision,
         "repeats": settings.repeats,
         "hidden_size": step.config.model.hidden_size,
@@ -111,8 +116,8 @@ def benchmark_long(step: Step, corpus: str, settings: LongBenchmark) -> dict[str
         path.replace(path.with_suffix(".previous.json"))
     unfinished.replace(path)
     for line in benchmark_lines(result):
-        console.say(line)
-    console.say(f"bench long: {path}")
+        console.info(line)
+    console.info(f"bench long: {path}")
     return result
 
 
@@ -145,7 +150,7 @@ def _scoring(decoder: Decoder, text: Tensor, settings: LongBenchmark) -> dict[st
     # In the first turn lengths ascend, so that the peak of each is its own.
     ways = {f"{kind} {each.length}": each.score
             for kind, some in (("ours", ours), ("dense", dense)) for each in some}  # fmt: skip
-    in_turns(ways, settings.repeats, warm_ups=0)
+    interleaved(ways, settings.repeats, warm_ups=0)
     shortest, by_length = ours[0].a_token(), {each.length: each for each in ours}
     return {
         "scoring": [each.row(shortest) for each in ours],
@@ -174,7 +179,7 @@ class _Scored:
 
     def score(self) -> float:
         """Score once; seconds."""
-        report = LongReport()
+        report = LongScoringReport()
         start, cpu = time.perf_counter(), time.process_time()
         if self.epsilon:
             losses = long_losses(self.decoder, self.text[:-1], self.text[1:], self.epsilon, report)
@@ -188,9 +193,9 @@ class _Scored:
                 "peak_kib": peak_resident_bytes() // 1024,
                 "perplexity": float(losses.double().mean().exp()),
                 "kept_tokens": report.kept,
-                "made_again": report.made_again,
+                "recomputed": report.recomputed,
             }
-            console.say(f"  {self.length:,} tokens, epsilon {self.epsilon:g}: {self.seconds[0]} s")
+            console.info(f"  {self.length:,} tokens, epsilon {self.epsilon:g}: {self.seconds[0]} s")
         return self.seconds[-1]
 
     def a_token(self) -> list[float]:
@@ -211,11 +216,11 @@ class _Scored:
 
 def _decoding(decoder: Decoder, text: Tensor, settings: LongBenchmark) -> dict[str, Any]:
     """Time a token at each position, in turns, and the bytes of rings and of a dense cache."""
-    caches: list[RingCache] = []
+    caches: list[PrunedKVCache] = []
     with torch.inference_mode():
         for position in settings.positions:
             cache = decoding_cache(decoder, 2 * position + DENSE_UP_TO, settings.epsilon)
-            assert isinstance(cache, RingCache)
+            assert isinstance(cache, PrunedKVCache)
             prefill(decoder, text[None, :position], cache)
             _decode(decoder, text, cache)
             caches.append(cache)
@@ -232,14 +237,14 @@ def _decoding(decoder: Decoder, text: Tensor, settings: LongBenchmark) -> dict[s
         "milliseconds_a_token": [1e3 * median(times) for times in seconds],
         "ratio": paired_ratio(seconds[-1], seconds[0]).as_dict(),
         "turns": [[round(1e3 * value, 3) for value in times] for times in seconds],
-        "ring_bytes": last.hot_bytes,
-        "cold_bytes": last.cold_bytes,
+        "ring_bytes": last.resident_kv_bytes,
+        "offloaded_kv_bytes": last.offloaded_kv_bytes,
         "dense_bytes_at_131072": token * 131072,
-        "cold_share": [cache.report.cold_share for cache in caches],
+        "offload_share": [cache.report.offload_share for cache in caches],
     }
 
 
-def _decode(decoder: Decoder, text: Tensor, cache: RingCache) -> float:
+def _decode(decoder: Decoder, text: Tensor, cache: PrunedKVCache) -> float:
     """Seconds of some tokens, each of which is given."""
     start = time.perf_counter()
     for _ in range(TOKENS_A_TURN):

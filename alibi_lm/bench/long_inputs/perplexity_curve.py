@@ -44,7 +44,7 @@ def perplexity_curve(
             "seconds": round(seconds, 3),
             "perplexity": float(losses.mean().exp()),
         })  # fmt: skip
-        console.say(f"  perplexity at {length:,}: {rows[-1]['perplexity']:.4f}, {seconds:.1f} s")
+        console.info(f"  perplexity at {length:,}: {rows[-1]['perplexity']:.4f}, {seconds:.1f} s")
     return rows
 
 

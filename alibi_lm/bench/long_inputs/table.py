@@ -9,7 +9,8 @@ from typing import Any
 def benchmark_lines(result: Mapping[str, Any]) -> list[str]:
     """The result for the terminal."""
     lines = [
-        f"{result['precision']}, {result['threads']} threads, epsilon {result['epsilon']:g}; "
+        f"{result['precision']}, {result['threads']} threads, "
+        f"pruning tolerance {result['pruning_tolerance']:g}; "
         f"medians of {result['repeats']} turns (3 where one takes over a minute)",
         f"{'tokens':>10}  {'us a token':>10}  {'to the shortest':>22}  {'cpu us':>8}  "
         f"{'peak MiB':>9}  perplexity",
@@ -63,7 +64,7 @@ def _decoding_lines(result: Mapping[str, Any]) -> list[str]:
         f"rings {found['ring_bytes'] / 2**20:.1f} MiB, a dense cache of 131,072 tokens "
         f"{found['dense_bytes_at_131072'] / 2**20:.1f} MiB: "
         f"{found['dense_bytes_at_131072'] / found['ring_bytes']:.1f} times; "
-        f"{max(found['cold_share']):.2%} of queries read older keys",
+        f"{max(found['offload_share']):.2%} of queries read older keys",
     ]
 
 

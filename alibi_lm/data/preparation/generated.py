@@ -10,8 +10,8 @@ from alibi_lm.data.config import ReasoningConfig, RecallConfig, RecipeConfig, So
 from alibi_lm.data.preparation.documents import Document, Reader
 from alibi_lm.data.tokenizer import Tokenizer
 from alibi_lm.tasks import passkey
-from alibi_lm.tasks.reasoning import ReasoningMaker
-from alibi_lm.tasks.recall_documents import Filler, RecallMaker
+from alibi_lm.tasks.reasoning import ReasoningGenerator
+from alibi_lm.tasks.recall_documents import Filler, RecallGenerator
 
 SAMPLE_DOCUMENTS = 500
 """Documents of a source that a new tokenizer is trained on at most."""
@@ -58,14 +58,14 @@ def sample_documents(source: SourceConfig) -> Iterator[Document]:
 
 
 def _recall(config: RecallConfig, filler: Filler, encode: Encode) -> Maker:
-    return RecallMaker(
+    return RecallGenerator(
         config.kinds, config.max_tokens, config.dense, config.seed, filler, encode
     ).document
 
 
 def _reasoning(config: ReasoningConfig, encode: Encode) -> Maker:
     fewest, most = config.lengths
-    return ReasoningMaker(
+    return ReasoningGenerator(
         config.tasks, (fewest, most), config.max_tokens, config.seed, encode
     ).document
 

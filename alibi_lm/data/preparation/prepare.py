@@ -31,18 +31,18 @@ from alibi_lm.data.preparation.documents import Reader
 from alibi_lm.data.preparation.generated import maker
 from alibi_lm.data.preparation.scan import Plan, TextSample, known_bytes, scan
 from alibi_lm.data.preparation.sources import fingerprint
-from alibi_lm.data.preparation.tokenization import TRAIN, VALIDATION, SourceTokeniser
+from alibi_lm.data.preparation.tokenization import TRAIN, VALIDATION, SourceTokenizer
 from alibi_lm.data.preparation.tokenizer_training import train_tokenizer
 from alibi_lm.data.preparation.workers import Encoder, Interrupted, Workers, available_cores
 from alibi_lm.data.tokenizer import Tokenizer, load_tokenizer
 from alibi_lm.utils.errors import DataError, Problem, UserError
 from alibi_lm.utils.files import sha256, sync, write_json
-from alibi_lm.utils.locking import alone
+from alibi_lm.utils.locking import exclusive_lock
 from alibi_lm.utils.logging import console
 from alibi_lm.utils.progress import Progress
 
 RECORD_SECONDS = 2.0
-"""How much tokenising a kill may cost."""
+"""How much tokenizing a kill may cost."""
 _STAGED, _PLAN = "manifest.staged.json", "plan.json"
 
 
@@ -78,17 +78,17 @@ def prepare(
     work = output / ".partial"
     _check_output(output)
     fingerprints = {source.name: fingerprint(source) for source in recipe.sources}
-    with _full_disk_named(output), alone(output, DataError):
+    with _full_disk_named(output), exclusive_lock(output, DataError):
         if _is_made(output, recipe, fingerprints, overwrite):
             if _staged(work) == read_manifest(output / MANIFEST):
                 shutil.rmtree(work)  # a process was killed just before it did this
-            console.say(f"prepare: {output} is prepared already, nothing to do")
+            console.info(f"prepare: {output} is prepared already, nothing to do")
             return output / MANIFEST
         _open_work(work, recipe, fingerprints, overwrite)
         if not (work / _STAGED).exists():
             with _discarded_on_bad_input(work):
                 plan, tokenizer = _plan_and_tokenizer(work, recipe)
-                corpora = _tokenise(work, recipe, plan, tokenizer, record_seconds)
+                corpora = _tokenize(work, recipe, plan, tokenizer, record_seconds)
                 manifest = _manifest(work, recipe, fingerprints, tokenizer, corpora)
                 write_json(work / _STAGED, manifest)
         _publish(work, output)
@@ -148,7 +148,7 @@ def _is_made(
     for name, entry in manifest["files"].items():
         path = output / name
         if not path.is_file() or path.stat().st_size != entry["bytes"]:
-            console.say(f"prepare: {path} is missing or cut short, preparing again")
+            console.info(f"prepare: {path} is missing or cut short, preparing again")
             return False
     return True
 
@@ -187,9 +187,9 @@ def _open_work(
         if problems and not overwrite and (work / _PLAN).exists():
             raise DataError(*problems)
         if not problems and before["fingerprints"] == fingerprints:
-            console.say(f"prepare: going on with the interrupted preparation in {work}")
+            console.info(f"prepare: going on with the interrupted preparation in {work}")
             return
-        console.say(f"prepare: recipe or sources have changed, starting {work.parent} anew")
+        console.info(f"prepare: recipe or sources have changed, starting {work.parent} anew")
     if work.exists():
         shutil.rmtree(work)
     work.mkdir(parents=True)
@@ -214,7 +214,7 @@ def _plan_and_tokenizer(work: Path, recipe: RecipeConfig) -> tuple[Plan, Tokeniz
         assert sample is not None
         texts = list(sample.texts(plan.long_validation))
         size = sum(len(text) for text in texts) / 1e6
-        console.say(
+        console.info(
             f"prepare: training a {config.kind} tokenizer of {config.vocab_size:,} pieces on "
             f"{len(texts):,} documents, {size:.1f}M characters"
         )
@@ -223,7 +223,7 @@ def _plan_and_tokenizer(work: Path, recipe: RecipeConfig) -> tuple[Plan, Tokeniz
     return plan, tokenizer
 
 
-def _tokenise(
+def _tokenize(
     work: Path, recipe: RecipeConfig, plan: Plan, tokenizer: Tokenizer, record_seconds: float
 ) -> dict[str, Any]:
     num_workers = recipe.num_workers or available_cores()
@@ -234,13 +234,13 @@ def _tokenise(
     with Workers(encoder, num_workers) as workers:
         for source in recipe.sources:
             reader = Reader(source, make=maker(recipe, source, tokenizer, plan.long_validation))
-            task = SourceTokeniser(work, reader, plan.long_validation, record_seconds)
+            task = SourceTokenizer(work, reader, plan.long_validation, record_seconds)
             total = known_bytes(source, plan)
-            with Progress(f"tokenising {source.name}", total, task.bytes_done) as progress:
+            with Progress(f"tokenizing {source.name}", total, task.bytes_done) as progress:
                 result = task.run(workers, progress)
             corpora[source.name] = result
             train, validation = result[TRAIN], result[VALIDATION]
-            console.say(
+            console.info(
                 f"prepare: {source.name}: {progress.summary()} with {num_workers} processes; "
                 f"{train['tokens']:,} training tokens in {train['documents']:,} documents, "
                 f"{validation['tokens']:,} validation tokens in {validation['documents']:,}"
@@ -252,7 +252,7 @@ def _tokenise(
 def _warn(name: str, result: dict[str, Any]) -> None:
     if skipped := result["skipped"]:
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in skipped.items())
-        console.say(f"prepare: {name}: left out {reasons}")
+        console.info(f"prepare: {name}: left out {reasons}")
     if result["lossy_documents"]:
         console.warn(
             f"{name}: {result['lossy_documents']:,} documents do not decode to themselves with "

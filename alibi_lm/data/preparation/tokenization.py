@@ -40,8 +40,8 @@ class _Label:
     num_bytes: int
 
 
-class SourceTokeniser:
-    """Tokenises one source into FOLDER/NAME_train and FOLDER/NAME_validation."""
+class SourceTokenizer:
+    """Tokenizes one source into FOLDER/NAME_train and FOLDER/NAME_validation."""
 
     def __init__(
         self, folder: Path, reader: Reader, long_validation: set[str], record_seconds: float
@@ -82,11 +82,11 @@ class SourceTokeniser:
 
     @property
     def bytes_done(self) -> int:
-        """UTF-8 bytes of the documents tokenised so far."""
+        """UTF-8 bytes of the documents tokenized so far."""
         return sum(split["bytes"] for split in self._record["splits"].values())
 
     def run(self, workers: Workers, progress: Progress) -> dict[str, Any]:
-        """Tokenise what is left and finish the files.
+        """Tokenize what is left and finish the files.
 
         Returns:
             counts by split, what was left out by reason, and names of what is not UTF-8.
@@ -95,7 +95,7 @@ class SourceTokeniser:
             DataError: a document cannot be read or encoded, or no document is left to train on.
         """
         if not self._record["done"]:
-            self._tokenise(workers, progress)
+            self._tokenize(workers, progress)
         result: dict[str, Any] = {}
         for split, prefix in self.prefixes.items():
             counts = self._record["splits"][split]
@@ -131,7 +131,7 @@ class SourceTokeniser:
         with replacing(self.bytes_path) as temporary, temporary.open("wb") as file:
             np.save(file, counts)
 
-    def _tokenise(self, workers: Workers, progress: Progress) -> None:
+    def _tokenize(self, workers: Workers, progress: Progress) -> None:
         self._writers = {
             split: TokenFileWriter(prefix, workers.dtype, self._record["splits"][split]["writer"])
             for split, prefix in self.prefixes.items()

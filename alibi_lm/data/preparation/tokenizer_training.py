@@ -21,7 +21,7 @@ _NUM_THREADS = 4
 def train_tokenizer(texts: Iterable[str], config: TokenizerConfig, path: Path) -> Tokenizer:
     """Train a tokenizer on documents and write it to `path`; same texts, same bytes.
 
-    Text is taken as it is (no normalisation, no dummy prefix, all whitespace kept), what gets no
+    Text is taken as it is (no normalization, no dummy prefix, all whitespace kept), what gets no
     piece becomes bytes, and digits are single pieces. Ids: unk 0, eos 1, bos 2, pad 3.
 
     Raises:

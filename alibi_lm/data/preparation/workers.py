@@ -1,4 +1,4 @@
-"""Tokenising in several processes, results in the order of the input.
+"""Tokenizing in several processes, results in the order of the input.
 
 A worker is a bare interpreter that reads pickled batches from its standard input and writes
 pickled results to its standard output. `multiprocessing` would import the caller's main module
@@ -157,7 +157,7 @@ class Workers:
             code = process.wait()
             rule = f"ended with exit code {code} (out of memory, or killed)"
             fix = "run the same command again, with fewer num_workers if memory is short"
-            raise Interrupted(Problem("a tokenising process", None, rule, fix)) from None
+            raise Interrupted(Problem("a tokenizing process", None, rule, fix)) from None
 
     def _start(self) -> subprocess.Popen[bytes]:
         root = str(Path(__file__).resolve().parents[2])

@@ -13,18 +13,23 @@ from torch import Tensor
 
 from alibi_lm.data.indexed import TokenFile
 from alibi_lm.evals import results
-from alibi_lm.evals.config import HorizonConfig
-from alibi_lm.evals.models.base import Subject
+from alibi_lm.evals.config import AttentionSpanConfig
+from alibi_lm.evals.models.base import EvalModel
 from alibi_lm.evals.models.scorer import DTYPES
 from alibi_lm.evals.report import plots
-from alibi_lm.evals.report.tables import horizon_lines
-from alibi_lm.model.inference.long_scoring import DENSE_UP_TO, LongReport, long_losses, why_dense
+from alibi_lm.evals.report.tables import attention_span_lines
+from alibi_lm.model.inference.long_scoring import (
+    DENSE_UP_TO,
+    LongScoringReport,
+    long_losses,
+    pruning_unsupported_reason,
+)
 from alibi_lm.model.position_scaling import head_slopes
 from alibi_lm.model.pruning.block_sparse import BLOCK
-from alibi_lm.model.pruning.bounds import prior_horizon
+from alibi_lm.model.pruning.bounds import prior_attention_span
 from alibi_lm.utils.errors import ConfigError, DataError, Problem
 
-NAME = "horizon"
+NAME = "attention_span"
 PROTOCOL = (
     "Reach of a query: the largest distance at which keys have to be read, so that all keys "
     "further away together have less than epsilon of the head's probability. Certified: proven "
@@ -89,78 +94,86 @@ class TrueReach:
         return torch.cat(reaches)
 
 
-def evaluate(subject: Subject, config: HorizonConfig, *, force: bool = False) -> dict[str, Any]:
-    """`run_horizon` unless it is done already, and its result in the terminal.
+def evaluate(
+    eval_model: EvalModel, config: AttentionSpanConfig, *, force: bool = False
+) -> dict[str, Any]:
+    """`run_attention_span` unless it is done already, and its result in the terminal.
 
     Raises:
-        UserError: as `run_horizon`.
+        UserError: as `run_attention_span`.
     """
-    return results.once(subject, NAME, config, run_horizon, horizon_lines, force=force)
+    return results.run_or_load(
+        eval_model, NAME, config, run_attention_span, attention_span_lines, force=force
+    )
 
 
-def run_horizon(subject: Subject, config: HorizonConfig) -> dict[str, Any]:
-    """Measure a checkpoint's heads, store horizon.json and horizon.png, and return the result.
+def run_attention_span(eval_model: EvalModel, config: AttentionSpanConfig) -> dict[str, Any]:
+    """Measure a checkpoint's heads and store attention_span.json and attention_span.png.
 
     Raises:
         ConfigError: the model has no horizons, or num_tokens is too small for any.
         DataError: no corpus, or one shorter than num_tokens.
     """
-    if subject.ranks.size > 1:
+    if eval_model.ranks.size > 1:
         rule = "this eval is of one process"
         fix = "start it without deepspeed"
-        raise ConfigError(Problem("ranks", subject.ranks.size, rule, fix))
-    decoder = subject.decoder(dtype=DTYPES[config.precision])
-    reason = why_dense(decoder)
+        raise ConfigError(Problem("ranks", eval_model.ranks.size, rule, fix))
+    decoder = eval_model.decoder(dtype=DTYPES[config.precision])
+    reason = pruning_unsupported_reason(decoder)
     if reason is not None:
         fix = "this eval is of models with linear biases and no window"
         raise ConfigError(Problem("model", decoder.config.position, reason, fix))
     if config.num_tokens <= DENSE_UP_TO:
         rule = f"is too short to show a horizon: it must be above {DENSE_UP_TO:,}"
-        raise ConfigError(Problem("horizon.num_tokens", config.num_tokens, rule, "give 32768"))
-    files = results.open_corpora(subject, config)[:1]
+        raise ConfigError(
+            Problem("attention_span.num_tokens", config.num_tokens, rule, "give 32768")
+        )
+    files = results.open_corpora(eval_model, config)[:1]
     tokens = _text(files[0], config.num_tokens)
     slopes = head_slopes(decoder.config)
     assert slopes is not None
     half = config.num_tokens // 2
     count = min(config.num_queries, half)
     positions = torch.linspace(half, config.num_tokens - 1, count).long().unique()
-    true = TrueReach(positions, config.num_tokens, slopes, config.epsilon)
-    report = LongReport()
+    true = TrueReach(positions, config.num_tokens, slopes, config.pruning_tolerance)
+    report = LongScoringReport()
     started = time.perf_counter()
-    losses = long_losses(decoder, tokens[:-1], tokens[1:], config.epsilon, report, true)
+    losses = long_losses(decoder, tokens[:-1], tokens[1:], config.pruning_tolerance, report, true)
     certified = report.heads()[:, half // BLOCK :]
     rows = _rows(certified, true, slopes, config)
     result = {
         "eval": NAME,
-        **results.run_facts(subject),
+        **results.run_facts(eval_model),
         "protocol": PROTOCOL,
         "corpus": results.corpus_facts(files),
         "num_tokens": config.num_tokens,
         "num_queries": len(positions),
-        "epsilon": config.epsilon,
+        "pruning_tolerance": config.pruning_tolerance,
         "precision": config.precision,
         "loss": float(losses.double().mean()),
         "seconds": round(time.perf_counter() - started, 3),
         "slopes": list(slopes),
         "rows": rows,
         "composed": {kind: _composed(rows, kind) for kind in ("certified", "true")},
-        "inputs": results.inputs_of(subject, config, files),
+        "inputs": results.inputs_of(eval_model, config, files),
     }
     result["verdict"] = verdict(result)
-    results.store(subject, NAME, result, lambda found: {NAME: plots.horizon_figure(found)})
+    results.store(
+        eval_model, NAME, result, lambda found: {NAME: plots.attention_span_figure(found)}
+    )
     return result
 
 
 def _text(file: TokenFile, num_tokens: int) -> Tensor:
     if file.num_tokens <= num_tokens:
         rule = f"has {file.num_tokens:,} tokens, not more than num_tokens"
-        fix = "give a smaller horizon.num_tokens, or another corpus"
+        fix = "give a smaller attention_span.num_tokens, or another corpus"
         raise DataError(Problem(str(file.prefix), None, rule, fix))
     return torch.from_numpy(file.read(0, num_tokens + 1).astype(np.int64))
 
 
 def _rows(
-    certified: Tensor, true: TrueReach, slopes: tuple[float, ...], config: HorizonConfig
+    certified: Tensor, true: TrueReach, slopes: tuple[float, ...], config: AttentionSpanConfig
 ) -> list[dict[str, Any]]:
     """One row a layer and head; `certified` is [layers, blocks, H]."""
     rows = []
@@ -179,7 +192,7 @@ def _rows(
                     "true_median": int(reaches[head].median()),
                     "true_max": int(reaches[head].max()),
                     "largest_score": largest,
-                    "prior": prior_horizon(largest, slope, config.epsilon),
+                    "prior": prior_attention_span(largest, slope, config.pruning_tolerance),
                 }
             )
     return rows
@@ -199,13 +212,14 @@ def verdict(result: dict[str, Any]) -> dict[str, str]:
             "word": "not bounded",
             "text": f"No reach below {half:,} tokens, half of this text, could be proven for head "
             f"{longest['head']} of layer {longest['layer']}: nothing is said of how far it reads.",
-            "caveat": "A longer text (horizon.num_tokens) may show its horizon.",
+            "caveat": "A longer text (attention_span.num_tokens) may show its horizon.",
         }
     return {
         "word": "bounded",
-        "text": f"No head gives {result['epsilon']:g} of its probability to keys more than "
-        f"{longest['certified_max']:,} tokens back. Through all layers the output at a token "
-        f"depends on the last {result['composed']['certified']:,} tokens, beside such remainders.",
+        "text": f"No head gives {result['pruning_tolerance']:g} of its probability to keys "
+        f"more than {longest['certified_max']:,} tokens back. Through all layers the output at a "
+        f"token depends on the last {result['composed']['certified']:,} tokens, beside such "
+        "remainders.",
         "caveat": "Proven for the second half of this text. Of other text it need not hold; "
         "scoring and decoding prove it anew for every input.",
     }

@@ -15,16 +15,16 @@ from tqdm import tqdm
 
 from alibi_lm.data.tokenizer import Tokenizer
 from alibi_lm.evals import results
-from alibi_lm.evals.config import GeneralisationConfig
+from alibi_lm.evals.config import GeneralizationConfig
 from alibi_lm.evals.generalization.result import figure, lines, verdict
-from alibi_lm.evals.models.base import Subject
+from alibi_lm.evals.models.base import EvalModel
 from alibi_lm.evals.models.scorer import Scorer, checked_scores
 from alibi_lm.evals.statistics import share
 from alibi_lm.tasks.reasoning import END, TASKS, Question, question
 from alibi_lm.utils.errors import ConfigError, DataError, Problem
 from alibi_lm.utils.logging import console
 
-NAME = "generalisation"
+NAME = "generalization"
 DEFAULT_LENGTHS = tuple(range(5, 45, 5))
 PROTOCOL = (
     "A prompt is one problem up to its marker, from the first position on, as in training. Exact: "
@@ -67,7 +67,7 @@ class Tally:
 
 
 def make_trials(
-    tokenizer: Tokenizer, task: str, items: int, config: GeneralisationConfig
+    tokenizer: Tokenizer, task: str, items: int, config: GeneralizationConfig
 ) -> list[Trial]:
     """The problems of a task and length: a pure function of the seed.
 
@@ -95,7 +95,7 @@ def score_trials(
     """Put problems to the model, those of equal sizes together."""
     tally = Tally()
     num_end = len(tokenizer.encode(END))
-    for batch in _batches(trials, batch_tokens, scorer.num_replicas):
+    for batch in _batches(trials, batch_tokens, scorer.dp_size):
         prompts = torch.tensor([trial.prompt for trial in batch])
         answers = torch.tensor([trial.answer for trial in batch])
         size = answers.shape[1]
@@ -112,20 +112,18 @@ def score_trials(
     return tally
 
 
-def _batches(
-    trials: Sequence[Trial], batch_tokens: int, num_replicas: int
-) -> Iterator[list[Trial]]:
+def _batches(trials: Sequence[Trial], batch_tokens: int, dp_size: int) -> Iterator[list[Trial]]:
     groups: dict[tuple[int, int], list[Trial]] = defaultdict(list)
     for trial in trials:
         groups[len(trial.prompt), len(trial.answer)].append(trial)
     for (prompt, answer), group in groups.items():
-        size = num_replicas * max(1, batch_tokens // (prompt + answer))
+        size = dp_size * max(1, batch_tokens // (prompt + answer))
         for start in range(0, len(group), size):
             yield group[start : start + size]
 
 
 def usable_lengths(
-    subject: Subject, tokenizer: Tokenizer, config: GeneralisationConfig
+    eval_model: EvalModel, tokenizer: Tokenizer, config: GeneralizationConfig
 ) -> list[int]:
     """The lengths whose problems the model has positions for.
 
@@ -133,7 +131,7 @@ def usable_lengths(
         ConfigError: a length that was asked for, or every default one, does not fit.
     """
     asked = sorted(config.lengths or DEFAULT_LENGTHS)
-    limit = subject.longest_input
+    limit = eval_model.longest_input
     if limit is None:
         return asked
     fitting, problems = [], []
@@ -145,7 +143,7 @@ def usable_lengths(
             fitting.append(items)
         else:
             rule = f"takes {longest} tokens, and the model has {limit} positions"
-            problems.append(Problem("generalisation.lengths", items, rule, "leave it out"))
+            problems.append(Problem("generalization.lengths", items, rule, "leave it out"))
     if problems and (config.lengths is not None or not fitting):
         raise ConfigError(*problems)
     for problem in problems:
@@ -154,20 +152,20 @@ def usable_lengths(
 
 
 def evaluate(
-    subject: Subject, config: GeneralisationConfig, *, force: bool = False
+    eval_model: EvalModel, config: GeneralizationConfig, *, force: bool = False
 ) -> dict[str, Any]:
-    """`run_generalisation` unless it is done already, and its result in the terminal.
+    """`run_generalization` unless it is done already, and its result in the terminal.
 
     Raises:
-        UserError: as `run_generalisation`.
+        UserError: as `run_generalization`.
     """
-    return results.once(subject, NAME, config, run_generalisation, lines, force=force)
+    return results.run_or_load(eval_model, NAME, config, run_generalization, lines, force=force)
 
 
-def run_generalisation(
-    subject: Subject, config: GeneralisationConfig, scorer: Scorer | None = None
+def run_generalization(
+    eval_model: EvalModel, config: GeneralizationConfig, scorer: Scorer | None = None
 ) -> dict[str, Any]:
-    """Ask all problems, store generalisation.json and .png, and return the result.
+    """Ask all problems, store generalization.json and .png, and return the result.
 
     Args:
         scorer: what is judged instead of the subject's own model.
@@ -176,9 +174,9 @@ def run_generalisation(
         DataError: the subject has no tokenizer, or one that cannot write the problems.
         ConfigError: a length beyond the positions of the model.
     """
-    tokenizer = subject.needed_tokenizer("problems")
-    lengths = usable_lengths(subject, tokenizer, config)
-    scorer = scorer or subject.scorer(config.precision, scaling=config.scaling)
+    tokenizer = eval_model.needed_tokenizer("problems")
+    lengths = usable_lengths(eval_model, tokenizer, config)
+    scorer = scorer or eval_model.scorer(config.precision, scaling=config.scaling)
     started = time.perf_counter()
     cells = []
     quiet = console.muted or None
@@ -192,7 +190,7 @@ def run_generalisation(
     examples = {task: make_trials(tokenizer, task, lengths[0], config)[0] for task in config.tasks}
     result: dict[str, Any] = {
         "eval": NAME,
-        **results.run_facts(subject),
+        **results.run_facts(eval_model),
         "protocol": PROTOCOL,
         "tasks": list(config.tasks),
         "lengths": lengths,
@@ -205,8 +203,8 @@ def run_generalisation(
         "model": scorer.describe(),
         "seconds": round(time.perf_counter() - started, 3),
         "cells": cells,
-        "inputs": results.inputs_of(subject, config, results.open_corpora(subject, config)),
+        "inputs": results.inputs_of(eval_model, config, results.open_corpora(eval_model, config)),
     }
     result["verdict"] = verdict(result)
-    results.store(subject, NAME, result, lambda found: {NAME: figure(found)})
+    results.store(eval_model, NAME, result, lambda found: {NAME: figure(found)})
     return result

@@ -23,7 +23,7 @@ def verdict(result: Mapping[str, Any]) -> dict[str, Any]:
     and at every shorter length asked.
 
     Returns:
-        `word` (generalises, partly, stops, not learned, cannot tell), `text`, `caveat`, and
+        `word` (generalizes, partly, stops, not learned, cannot tell), `text`, `caveat`, and
         `tasks`: `word`, `reach` (items; 0: none) and `text` of each.
     """
     tasks = {
@@ -57,20 +57,20 @@ def _task(
         word = "not learned"
         text = (
             f"{name} is not learned up to {trained} items, the most trained by "
-            f"generalisation.trained_items ({fall}), so longer problems say nothing."
+            f"generalization.trained_items ({fall}), so longer problems say nothing."
         )
     elif reach <= trained:
         word = "stops"
         text = f"{name} stops at {trained} items, the most trained ({fall})."
     elif failed is None:
-        word = "generalises"
+        word = "generalizes"
         text = (
-            f"{name} generalises from {trained} to {reach} items, the most asked "
+            f"{name} generalizes from {trained} to {reach} items, the most asked "
             f"({_words(cells[-1])} exact)."
         )
     else:
         word = "partly"
-        text = f"{name} generalises from {trained} to {reach} items and stops there ({fall})."
+        text = f"{name} generalizes from {trained} to {reach} items and stops there ({fall})."
     return {"word": word, "reach": reach, "text": text}
 
 
@@ -98,11 +98,11 @@ def figure(result: Mapping[str, Any]) -> Figure:
         row = [cell for cell in result["cells"] if cell["task"] == task]
         items = [cell["items"] for cell in row]
         low, high = zip(*(cell["interval"] for cell in row), strict=True)
-        colour = plots.SERIES[index % len(plots.SERIES)]
-        axes.fill_between(items, low, high, color=colour, alpha=0.15, linewidth=0)
-        axes.plot(items, [cell["rate"] for cell in row], color=colour, marker="o", linewidth=2,
+        color = plots.SERIES[index % len(plots.SERIES)]
+        axes.fill_between(items, low, high, color=color, alpha=0.15, linewidth=0)
+        axes.plot(items, [cell["rate"] for cell in row], color=color, marker="o", linewidth=2,
                   label=f"{task}, exact")  # fmt: skip
-        axes.plot(items, [cell["teacher_forced"] for cell in row], color=colour, linewidth=1,
+        axes.plot(items, [cell["teacher_forced"] for cell in row], color=color, linewidth=1,
                   linestyle=":", label=f"{task}, tokens, teacher-forced")  # fmt: skip
     axes.axvline(result["trained_items"], color=plots.TRAINING, linestyle="--", linewidth=1.3,
                  label="most items trained")  # fmt: skip

@@ -13,8 +13,8 @@ import torch
 from alibi_lm.data.tokenizer import Tokenizer
 from alibi_lm.evals.config import SuiteConfig
 from alibi_lm.evals.models.scorer import Scorer, native_scorer
-from alibi_lm.evals.models.sharded import ONE_PROCESS, Ranks, SharedScorer
-from alibi_lm.evals.text_corpus import tokenised
+from alibi_lm.evals.models.sharded import ONE_PROCESS, EvalRanks, ShardedScorer
+from alibi_lm.evals.text_corpus import tokenized
 from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.decoder import Decoder
 from alibi_lm.utils.errors import ConfigError, DataError, Problem
@@ -29,7 +29,7 @@ HF = "hf:"
 
 
 @dataclass(frozen=True)
-class Choices:
+class EvalOptions:
     """What a user can choose about any subject."""
 
     engine: Engine | None = None
@@ -39,30 +39,32 @@ class Choices:
     corpus: str | None = None
     """Prefix of the token files read by default, instead of the subject's own."""
     text: Sequence[str] = ()
-    """Text files, globs or folders to read instead, tokenised with the subject's tokenizer."""
+    """Text files, globs or folders to read instead, tokenized with the subject's tokenizer."""
     training_length: int | None = None
     """Tokens of a training sample, instead of what the subject says."""
-    ranks: Ranks = ONE_PROCESS
+    ranks: EvalRanks = ONE_PROCESS
     """The processes that judge together."""
 
     @classmethod
-    def of(cls, suite: SuiteConfig, engine: Engine | None, out: Path | None, ranks: Ranks) -> Self:
+    def of(
+        cls, suite: SuiteConfig, engine: Engine | None, out: Path | None, ranks: EvalRanks
+    ) -> Self:
         """A suite's choices and a command's."""
         text = [suite.text] if isinstance(suite.text, str) else suite.text or ()
         return cls(engine, out, suite.corpus, tuple(text), suite.training_length, ranks)
 
 
-DEFAULTS = Choices()
+DEFAULTS = EvalOptions()
 
 
-class Subject(ABC):
-    """A model that evals judge. Make one of a run with `NativeSubject(open_run(path))`."""
+class EvalModel(ABC):
+    """A model that evals judge. Make one of a run with `NativeModel(open_run(path))`."""
 
-    def __init__(self, choices: Choices = DEFAULTS) -> None:
+    def __init__(self, choices: EvalOptions = DEFAULTS) -> None:
         self.choices = choices
 
     @property
-    def ranks(self) -> Ranks:
+    def ranks(self) -> EvalRanks:
         """The processes that judge together."""
         return self.choices.ranks
 
@@ -127,7 +129,7 @@ class Subject(ABC):
 
     @property
     def validation(self) -> Sequence[str]:
-        """Prefixes of the token files that are read by default; text is tokenised into one.
+        """Prefixes of the token files that are read by default; text is tokenized into one.
 
         Raises:
             DataError: the text cannot be read, or there is no tokenizer for it.
@@ -135,7 +137,7 @@ class Subject(ABC):
         if self.choices.corpus is not None:
             return [self.choices.corpus]
         if self.choices.text:
-            return [str(tokenised(self.choices.text, self.tokenizer(), self.argument,
+            return [str(tokenized(self.choices.text, self.tokenizer(), self.argument,
                                   self.evals_folder / "text", self.ranks))]  # fmt: skip
         return self.own_validation
 
@@ -178,24 +180,29 @@ class Subject(ABC):
         return found
 
     def scorer(
-        self, precision: str, epsilon: float | None = 0.0, scaling: dict[str, Any] | None = None
+        self,
+        precision: str,
+        pruning_tolerance: float | None = 0.0,
+        scaling: dict[str, Any] | None = None,
     ) -> Scorer:
         """What scores text with it.
 
         Args:
             precision: `fp32` or `bf16`.
-            epsilon: as `NativeScorer` takes it.
+            pruning_tolerance: as `NativeScorer` takes it.
             scaling: scaling of positions instead of its own.
 
         Raises:
             ConfigError: it cannot be computed so, or not by these ranks.
         """
-        scorer = self.ranks.together(lambda: self._own_scorer(precision, epsilon, scaling))
-        return scorer if self.ranks.size == 1 else SharedScorer(scorer, self.ranks)
+        scorer = self.ranks.run_on_all_ranks(
+            lambda: self._own_scorer(precision, pruning_tolerance, scaling)
+        )
+        return scorer if self.ranks.size == 1 else ShardedScorer(scorer, self.ranks)
 
     @abstractmethod
     def _own_scorer(
-        self, precision: str, epsilon: float | None, scaling: dict[str, Any] | None
+        self, precision: str, pruning_tolerance: float | None, scaling: dict[str, Any] | None
     ) -> Scorer:
         """This rank's scorer."""
 
@@ -208,10 +215,10 @@ class Subject(ABC):
         """
 
 
-class NativeSubject(Subject):
+class NativeModel(EvalModel):
     """A checkpoint of a run."""
 
-    def __init__(self, checkpoint: Step, choices: Choices = DEFAULTS) -> None:
+    def __init__(self, checkpoint: Step, choices: EvalOptions = DEFAULTS) -> None:
         super().__init__(choices)
         self.checkpoint = checkpoint
 
@@ -277,10 +284,10 @@ class NativeSubject(Subject):
         return self.checkpoint.tokenizer()
 
     def _own_scorer(
-        self, precision: str, epsilon: float | None, scaling: dict[str, Any] | None
+        self, precision: str, pruning_tolerance: float | None, scaling: dict[str, Any] | None
     ) -> Scorer:
         self.ranks.check(self.checkpoint.config)
-        return native_scorer(self.checkpoint, precision, epsilon, scaling, self.ranks.tp)
+        return native_scorer(self.checkpoint, precision, pruning_tolerance, scaling, self.ranks.tp)
 
     def decoder(self, dtype: torch.dtype = torch.float32) -> Decoder:
         """The model with this step's weights."""

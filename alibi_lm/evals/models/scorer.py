@@ -14,10 +14,14 @@ from alibi_lm.config_loading import build, to_dict
 from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.decoder import Decoder
 from alibi_lm.model.inference.generation import decoding_cache
-from alibi_lm.model.inference.kv_cache import Cache
-from alibi_lm.model.inference.long_scoring import DENSE_UP_TO, long_losses, why_dense
+from alibi_lm.model.inference.kv_cache import KVCache
+from alibi_lm.model.inference.long_scoring import (
+    DENSE_UP_TO,
+    long_losses,
+    pruning_unsupported_reason,
+)
 from alibi_lm.model.pruning.bounds import DEFAULT_EPSILON
-from alibi_lm.parallel.mesh import ALONE, Axis
+from alibi_lm.parallel.mesh import NO_PARALLEL, ParallelDim
 from alibi_lm.utils.errors import CheckpointError, ConfigError, DataError, Problem
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -59,7 +63,7 @@ class Scorer(Protocol):
         ...
 
     @property
-    def num_replicas(self) -> int:
+    def dp_size(self) -> int:
         """Copies of the model that share the rows of a batch: give a multiple of it."""
         ...
 
@@ -122,30 +126,36 @@ class NativeScorer:
     """Scores our own decoder.
 
     Memory grows linearly with the length: attention works in chunks, and logits are made for some
-    positions at a time. With an epsilon above 0, so does the time of long inputs.
+    positions at a time. With an pruning_tolerance above 0, so does the time of long inputs.
 
     Attributes:
-        epsilon: what each head and row may leave out of its probability; 0 is dense.
+        pruning_tolerance: what each head and row may leave out of its probability; 0 is dense.
     """
 
     def __init__(
         self,
         decoder: Decoder,
         device: torch.device | str | None = None,
-        epsilon: float | None = 0.0,
+        pruning_tolerance: float | None = 0.0,
     ) -> None:
-        """Score `decoder`; `epsilon` None is the default one where the model has horizons.
+        """Score `decoder`; `pruning_tolerance` None: the default where the model allows it.
 
         Raises:
-            ConfigError: an epsilon above 0 for a model that has no horizons.
+            ConfigError: an pruning_tolerance above 0 for a model that has no horizons.
         """
         default = "cuda" if torch.cuda.is_available() else "cpu"
         self._device = torch.device(device or default)
         self._decoder = decoder.to(self._device).eval()
-        reason = why_dense(self._decoder)
-        if epsilon and reason is not None:
-            raise ConfigError(Problem("epsilon", epsilon, reason, "leave it out, or set it to 0"))
-        self.epsilon = (0.0 if reason else DEFAULT_EPSILON) if epsilon is None else epsilon
+        reason = pruning_unsupported_reason(self._decoder)
+        if pruning_tolerance and reason is not None:
+            raise ConfigError(
+                Problem(
+                    "pruning_tolerance", pruning_tolerance, reason, "leave it out, or set it to 0"
+                )
+            )
+        self.pruning_tolerance = (
+            (0.0 if reason else DEFAULT_EPSILON) if pruning_tolerance is None else pruning_tolerance
+        )
 
     @property
     def vocab_size(self) -> int:
@@ -153,7 +163,7 @@ class NativeScorer:
         return int(self._decoder.config.vocab_size or 0)
 
     @property
-    def num_replicas(self) -> int:
+    def dp_size(self) -> int:
         """This one."""
         return 1
 
@@ -166,8 +176,11 @@ class NativeScorer:
             DataError: a token id that the model does not have.
         """
         tokens = self._checked(tokens, tokens.shape[1] - 1)
-        if self.epsilon and tokens.shape[1] - 1 > DENSE_UP_TO:
-            rows = (long_losses(self._decoder, row[:-1], row[1:], self.epsilon) for row in tokens)
+        if self.pruning_tolerance and tokens.shape[1] - 1 > DENSE_UP_TO:
+            rows = (
+                long_losses(self._decoder, row[:-1], row[1:], self.pruning_tolerance)
+                for row in tokens
+            )
             return torch.stack(list(rows))
         return self._decoder.losses(tokens[:, :-1], tokens[:, 1:]).float().cpu()
 
@@ -183,8 +196,8 @@ class NativeScorer:
         longest = length + max(candidates.shape[2], max_new_tokens)
         prompts = self._checked(prompts, longest)
         candidates = self._checked(candidates, longest)
-        epsilon = self.epsilon if longest > ANSWERS_DENSE_UP_TO else 0.0
-        cache = decoding_cache(self._decoder, longest, epsilon)
+        pruning_tolerance = self.pruning_tolerance if longest > ANSWERS_DENSE_UP_TO else 0.0
+        cache = decoding_cache(self._decoder, longest, pruning_tolerance)
         first = self._read(prompts, cache)
         scores = []
         for choice in candidates.unbind(1):
@@ -209,7 +222,7 @@ class NativeScorer:
             "num_parameters": self._decoder.num_parameters(),
             "dtype": str(parameter.dtype).removeprefix("torch."),
             "device": self._device.type,
-            "epsilon": self.epsilon,
+            "pruning_tolerance": self.pruning_tolerance,
             "scaling": to_dict(self._decoder.config.scaling),
         }
 
@@ -218,14 +231,14 @@ class NativeScorer:
         check_input(tokens, num_positions, limit, self.vocab_size, "the model")
         return tokens.to(self._device)
 
-    def _read(self, prompts: Tensor, cache: Cache) -> Tensor:
+    def _read(self, prompts: Tensor, cache: KVCache) -> Tensor:
         """Put prompts into the cache; log probabilities `[B, V]` fp32 of the token after."""
         piece = max(1, PREFILL_TOKENS // prompts.shape[0])
         for tokens in prompts.split(piece, dim=1):
             hidden = self._decoder.hidden_states(tokens, cache)
         return checked_scores(self._decoder.logits(hidden[:, -1]).float().log_softmax(-1))
 
-    def _continuation(self, choice: Tensor, first: Tensor, cache: Cache) -> Tensor:
+    def _continuation(self, choice: Tensor, first: Tensor, cache: KVCache) -> Tensor:
         """Log-likelihood `[B]` of continuations `[B, A]` of what the cache holds."""
         if choice.shape[1] == 0:
             return first.new_zeros(choice.shape[0])
@@ -234,7 +247,7 @@ class NativeScorer:
             return total
         return total - self._decoder.losses(choice[:, :-1], choice[:, 1:], cache).sum(1)
 
-    def _greedy(self, first: Tensor, cache: Cache, max_new_tokens: int) -> Tensor:
+    def _greedy(self, first: Tensor, cache: KVCache, max_new_tokens: int) -> Tensor:
         """Most likely tokens `[B, N]` after what the cache holds."""
         scores, new = first, []
         for index in range(max_new_tokens):
@@ -253,7 +266,7 @@ class Weights(Protocol):
         ...
 
     def decoder(
-        self, dtype: torch.dtype = ..., model: ModelConfig | None = ..., tp: Axis = ...
+        self, dtype: torch.dtype = ..., model: ModelConfig | None = ..., tp: ParallelDim = ...
     ) -> Decoder:
         """The model, or this rank's slice of it; `model` replaces the config's own."""
         ...
@@ -262,22 +275,22 @@ class Weights(Protocol):
 def native_scorer(
     weights: Weights,
     precision: str,
-    epsilon: float | None = 0.0,
+    pruning_tolerance: float | None = 0.0,
     scaling: dict[str, Any] | None = None,
-    tp: Axis = ALONE,
+    tp: ParallelDim = NO_PARALLEL,
 ) -> NativeScorer:
     """The scorer of a checkpoint's own weights, with the run's scaling of positions or another.
 
-    `epsilon` is as `NativeScorer` takes it. Every rank of `tp` gives the same results.
+    `pruning_tolerance` is as `NativeScorer` takes it. Every rank of `tp` gives the same results.
 
     Linear biases stay fp32 whatever the precision: attention computes them from fp32 slopes.
 
     Raises:
-        ConfigError: an epsilon above 0 for a model that has no horizons, or a scaling that the
+        ConfigError: pruning_tolerance above 0 for a model that has no bound, or a scaling that the
             model cannot have.
     """
     model = None
     if scaling is not None:
         model = build(ModelConfig, to_dict(weights.config.model) | {"scaling": scaling})
     decoder = weights.decoder(dtype=DTYPES[precision], model=model, tp=tp)
-    return NativeScorer(decoder, epsilon=epsilon)
+    return NativeScorer(decoder, pruning_tolerance=pruning_tolerance)

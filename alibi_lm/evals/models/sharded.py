@@ -13,7 +13,7 @@ from torch import Tensor
 from alibi_lm.config import Config
 from alibi_lm.evals.models.scorer import Answers, Scorer
 from alibi_lm.parallel.config import ParallelConfig
-from alibi_lm.parallel.mesh import ALONE, Axis
+from alibi_lm.parallel.mesh import NO_PARALLEL, ParallelDim
 from alibi_lm.parallel.rules import layout_problems
 from alibi_lm.utils.errors import ConfigError, Problem, UserError, path_error
 
@@ -21,19 +21,19 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Ranks:
+class EvalRanks:
     """The processes of a job: `tp` share a model, `dp` share the documents and prompts."""
 
     rank: int = 0
-    tp: Axis = ALONE
-    dp: Axis = ALONE
+    tp: ParallelDim = NO_PARALLEL
+    dp: ParallelDim = NO_PARALLEL
 
     @property
     def size(self) -> int:
         """Processes in all."""
         return self.tp.size * self.dp.size
 
-    def on_first(self, action: Callable[[], T]) -> T:
+    def on_rank0(self, action: Callable[[], T]) -> T:
         """What `action` gives on rank 0, on every rank; its error is every rank's.
 
         Raises:
@@ -42,7 +42,7 @@ class Ranks:
         found: T = self._agree(action if self.rank == 0 else None, self._from_first)
         return found
 
-    def together(self, action: Callable[[], T]) -> T:
+    def run_on_all_ranks(self, action: Callable[[], T]) -> T:
         """Every rank's own `action`; if it fails on any rank, all raise that error.
 
         Raises:
@@ -104,24 +104,24 @@ class Ranks:
             raise ConfigError(*problems)
 
 
-ONE_PROCESS = Ranks()
+ONE_PROCESS = EvalRanks()
 """A job of one process."""
 
 
 def _marked(error: UserError) -> UserError:
-    error.on_every_rank = True
+    error.raised_on_all_ranks = True
     return error
 
 
-class SharedScorer:
+class ShardedScorer:
     """A scorer whose rows are shared among the data-parallel ranks; all of them get all results.
 
     Every rank calls it with the same input. A rank for which no row is left waits for the others.
     """
 
-    def __init__(self, scorer: Scorer, ranks: Ranks) -> None:
+    def __init__(self, scorer: Scorer, ranks: EvalRanks) -> None:
         self._scorer, self._dp = scorer, ranks.dp
-        self.counts_length = getattr(scorer, "counts_length", False)
+        self.length_dependent = getattr(scorer, "length_dependent", False)
         self._facts = {"data_parallel": ranks.dp.size, "tensor_parallel": ranks.tp.size}
 
     @property
@@ -130,7 +130,7 @@ class SharedScorer:
         return self._scorer.vocab_size
 
     @property
-    def num_replicas(self) -> int:
+    def dp_size(self) -> int:
         """The ranks."""
         return self._dp.size
 

@@ -10,20 +10,20 @@ from typing import Any
 import torch
 
 from alibi_lm.data.tokenizer import Tokenizer
-from alibi_lm.evals.models.base import HF, Choices, Engine, Subject
+from alibi_lm.evals.models.base import HF, Engine, EvalModel, EvalOptions
 from alibi_lm.evals.models.scorer import DTYPES, Scorer, native_scorer
-from alibi_lm.evals.models.transformers_scorer import StockScorer
+from alibi_lm.evals.models.transformers_scorer import TransformersScorer
 from alibi_lm.hf.importing import loading
 from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.decoder import Decoder
-from alibi_lm.parallel.mesh import ALONE
+from alibi_lm.parallel.mesh import NO_PARALLEL
 from alibi_lm.utils.errors import ConfigError, Problem
 
 RESULTS = Path("evals") / "hf"
 """Where results of Hugging Face models lie below the current folder: theirs is left alone."""
 
 
-def open_hf(name: str, choices: Choices) -> Subject:
+def open_hf(name: str, choices: EvalOptions) -> EvalModel:
     """The subject of a folder, or of a model on the hub.
 
     Raises:
@@ -36,16 +36,16 @@ def open_hf(name: str, choices: Choices) -> Subject:
         rule = f"cannot compute {HF}{name} ({reason})"
         raise ConfigError(Problem("--engine", "native", rule, "give --engine hf"))
     if choices.engine == "hf" or reason is not None:
-        return StockSubject(name, folder, choices)
-    return ImportedSubject(name, folder, choices)
+        return TransformersModel(name, folder, choices)
+    return ImportedModel(name, folder, choices)
 
 
-class HfSubject(Subject):
+class HuggingFaceModel(EvalModel):
     """A Hugging Face folder, whatever computes it."""
 
     engine: Engine
 
-    def __init__(self, name: str, folder: Path, choices: Choices) -> None:
+    def __init__(self, name: str, folder: Path, choices: EvalOptions) -> None:
         super().__init__(choices)
         self.name, self.folder = name, folder
 
@@ -97,12 +97,12 @@ class HfSubject(Subject):
         return {**super().settings, "engine": self.engine}
 
 
-class ImportedSubject(HfSubject):
+class ImportedModel(HuggingFaceModel):
     """A BLOOM or MPT folder, imported into memory and computed by our own model."""
 
     engine: Engine = "native"
 
-    def __init__(self, name: str, folder: Path, choices: Choices) -> None:
+    def __init__(self, name: str, folder: Path, choices: EvalOptions) -> None:
         super().__init__(name, folder, choices)
         self._weights = loading.ImportedFolder(folder)
 
@@ -127,22 +127,22 @@ class ImportedSubject(HfSubject):
         return self._weights.tokenizer()
 
     def _own_scorer(
-        self, precision: str, epsilon: float | None, scaling: dict[str, Any] | None
+        self, precision: str, pruning_tolerance: float | None, scaling: dict[str, Any] | None
     ) -> Scorer:
         self.ranks.check(self._weights.config)
-        return native_scorer(self._weights, precision, epsilon, scaling, self.ranks.tp)
+        return native_scorer(self._weights, precision, pruning_tolerance, scaling, self.ranks.tp)
 
     def decoder(self, dtype: torch.dtype = torch.float32) -> Decoder:
         """The model as our own module."""
-        return self._weights.decoder(dtype, tp=ALONE)
+        return self._weights.decoder(dtype, tp=NO_PARALLEL)
 
 
-class StockSubject(HfSubject):
+class TransformersModel(HuggingFaceModel):
     """Any causal language model, computed by its class in `transformers`."""
 
     engine: Engine = "hf"
 
-    def __init__(self, name: str, folder: Path, choices: Choices) -> None:
+    def __init__(self, name: str, folder: Path, choices: EvalOptions) -> None:
         super().__init__(name, folder, choices)
         self._stock = loading.StockFolder(folder)
         self._tokenizer = self._stock.tokenizer()
@@ -167,19 +167,23 @@ class StockSubject(HfSubject):
         return self._tokenizer
 
     def _own_scorer(
-        self, precision: str, epsilon: float | None, scaling: dict[str, Any] | None
+        self, precision: str, pruning_tolerance: float | None, scaling: dict[str, Any] | None
     ) -> Scorer:
         self.ranks.check(None)
         problems = []
-        if epsilon:
+        if pruning_tolerance:
             rule = "only this project's own model leaves far keys out"
-            problems.append(Problem("epsilon", epsilon, rule, "leave it out, or set it to 0"))
+            problems.append(
+                Problem(
+                    "pruning_tolerance", pruning_tolerance, rule, "leave it out, or set it to 0"
+                )
+            )
         if scaling is not None:
             rule = "only this project's own model takes another scaling of positions"
             problems.append(Problem("scaling", scaling, rule, "leave it out"))
         if problems:
             raise ConfigError(*problems)
-        return StockScorer(self._stock.load(DTYPES[precision]), self.longest_input)
+        return TransformersScorer(self._stock.load(DTYPES[precision]), self.longest_input)
 
     def decoder(self, dtype: torch.dtype = torch.float32) -> Decoder:
         """Refused.

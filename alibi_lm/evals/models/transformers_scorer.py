@@ -34,7 +34,7 @@ _NO_PLACE = re.compile(r"index .*out of (range|bounds)")
 """What torch says of a position that a table does not have."""
 
 
-class StockScorer:
+class TransformersScorer:
     """Scores any causal language model of `transformers`.
 
     Attributes:
@@ -71,7 +71,7 @@ class StockScorer:
         self._logits_at_once, self._scores_at_once = logits_at_once, scores_at_once
         self._heads = int(getattr(model.config, "num_attention_heads", None) or 1)
         self._keeps_last = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self.counts_length = _any_type(getattr(model.config, "rope_parameters", None))
+        self.length_dependent = _any_type(getattr(model.config, "rope_parameters", None))
         self._in_pieces: bool | None = None
         self._check_causal()
 
@@ -81,7 +81,7 @@ class StockScorer:
         return int(self._model.get_input_embeddings().num_embeddings)
 
     @property
-    def num_replicas(self) -> int:
+    def dp_size(self) -> int:
         """This one."""
         return 1
 
@@ -160,7 +160,7 @@ class StockScorer:
             settings |= cache
         if last and self._keeps_last:
             settings["logits_to_keep"] = 1
-        if self.counts_length:
+        if self.length_dependent:
             # Such a class keeps the frequencies of the longest input until it sees a short one.
             self._model(input_ids=tokens[:1, :1], use_cache=False)
         try:
@@ -243,7 +243,7 @@ class StockScorer:
             half = tokens.shape[1] // 2
             whole, _ = self.forward(tokens, False)
             logits, cache = self.forward(tokens[:, :half])
-            self._in_pieces = cache is not None and not self.counts_length
+            self._in_pieces = cache is not None and not self.length_dependent
             if self._in_pieces:
                 more, _ = self.forward(tokens[:, half:], cache)
                 self._in_pieces = self._alike(torch.cat([logits, more], dim=1), whole)
@@ -253,7 +253,7 @@ class StockScorer:
 class _Cached:
     """Prompts in a cache."""
 
-    def __init__(self, scorer: StockScorer, first: Tensor, cache: Any, length: int) -> None:
+    def __init__(self, scorer: TransformersScorer, first: Tensor, cache: Any, length: int) -> None:
         self._scorer, self._first, self._cache, self._length = scorer, first, cache, length
 
     def log_likelihood(self, choice: Tensor) -> Tensor:
@@ -301,7 +301,7 @@ class _Fork:
 class _Uncached:
     """Prompts of a class without a cache that works: every question is a pass of its own."""
 
-    def __init__(self, scorer: StockScorer, prompts: Tensor) -> None:
+    def __init__(self, scorer: TransformersScorer, prompts: Tensor) -> None:
         self._scorer, self._prompts = scorer, prompts
 
     def log_likelihood(self, choice: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from alibi_lm.evals import results
 from alibi_lm.evals.config import PerplexityConfig
-from alibi_lm.evals.models.base import Subject
+from alibi_lm.evals.models.base import EvalModel
 from alibi_lm.evals.models.scorer import Scorer
 from alibi_lm.evals.perplexity import protocols
 from alibi_lm.evals.perplexity.documents import (
@@ -24,11 +24,11 @@ from alibi_lm.evals.perplexity.documents import (
 )
 from alibi_lm.evals.perplexity.protocols import target_losses
 from alibi_lm.evals.perplexity.truncated_context import (
-    NULL_MODEL,
+    TRUNCATED_CONTEXT,
     Sample,
     cut_losses,
     draw,
-    excess_rows,
+    loss_gap_rows,
 )
 from alibi_lm.evals.perplexity.windows import (
     Window,
@@ -85,17 +85,21 @@ def _bar(total: int, name: str) -> tqdm[Any]:
     return tqdm(total=total, unit="tok", unit_scale=True, desc=name, disable=console.muted or None)
 
 
-def evaluate(subject: Subject, config: PerplexityConfig, *, force: bool = False) -> dict[str, Any]:
+def evaluate(
+    eval_model: EvalModel, config: PerplexityConfig, *, force: bool = False
+) -> dict[str, Any]:
     """`run_perplexity` unless it is done already, and its result in the terminal.
 
     Raises:
         UserError: as `run_perplexity`.
     """
-    return results.once(subject, NAME, config, run_perplexity, perplexity_lines, force=force)
+    return results.run_or_load(
+        eval_model, NAME, config, run_perplexity, perplexity_lines, force=force
+    )
 
 
 def run_perplexity(
-    subject: Subject, config: PerplexityConfig, scorer: Scorer | None = None
+    eval_model: EvalModel, config: PerplexityConfig, scorer: Scorer | None = None
 ) -> dict[str, Any]:
     """Score a checkpoint, store perplexity.json and perplexity.png, and return the result.
 
@@ -107,27 +111,27 @@ def run_perplexity(
         ConfigError: a length that the model cannot take.
         CheckpointError: the model's losses are not finite.
     """
-    lengths = results.chosen_lengths(subject, config)
+    lengths = results.chosen_lengths(eval_model, config)
     _check_protocols(config, lengths)
-    files = results.open_corpora(subject, config)
+    files = results.open_corpora(eval_model, config)
     documents = choose_documents(files, lengths[-1], config.max_tokens)
-    scorer = scorer or subject.scorer(config.precision, config.epsilon, config.scaling)
-    training_length = subject.training_length
-    reach = config.null_reach or training_length
+    scorer = scorer or eval_model.scorer(config.precision, config.pruning_tolerance, config.scaling)
+    training_length = eval_model.training_length
+    reach = config.truncated_context_length or training_length
     sample = None
-    if config.null_targets is not None and lengths[-1] > reach:
-        sample = draw(documents.tokens, config.null_targets, config.seed)
+    if config.truncated_context_targets is not None and lengths[-1] > reach:
+        sample = draw(documents.tokens, config.truncated_context_targets, config.seed)
     started = time.perf_counter()
     scores = score_windows(scorer, documents.tokens, lengths, config.batch_tokens, sample)
     seconds = time.perf_counter() - started
-    _check_finite(subject, scores.sums, documents.num_targets, lengths)
-    sizes = target_bytes(documents.tokens, subject.tokenizer())
+    _check_finite(eval_model, scores.sums, documents.num_targets, lengths)
+    sizes = target_bytes(documents.tokens, eval_model.tokenizer())
     windows = [non_overlapping_windows(documents.tokens, length) for length in lengths]
     rows = length_rows(scores.sums, documents.num_targets, sizes, lengths, training_length, windows)
     num_targets = int(documents.num_targets.sum())
     result = {
         "eval": NAME,
-        **results.run_facts(subject),
+        **results.run_facts(eval_model),
         "protocol": protocols.WINDOWS,
         "lengths": lengths,
         "stride": lengths,
@@ -144,16 +148,18 @@ def run_perplexity(
         "tokens_per_second": round(num_targets * len(lengths) / max(seconds, 1e-9), 1),
         "rows": rows,
         "verdict": perplexity_verdict(rows, training_length),
-        **_other_protocols(subject, config, scorer, documents, lengths),
+        **_other_protocols(eval_model, config, scorer, documents, lengths),
         "by_position": {
             "protocol": protocols.BY_POSITION,
             "length": lengths[-1],
             "rows": protocols.position_rows(scores.longest, lengths[-1]),
         },
-        "null": _null(config, scorer, documents, lengths, reach, sample, scores.sampled),
-        "inputs": results.inputs_of(subject, config, files),
+        "truncated_context": _null(
+            config, scorer, documents, lengths, reach, sample, scores.sampled
+        ),
+        "inputs": results.inputs_of(eval_model, config, files),
     }
-    results.store(subject, NAME, result, lambda found: {NAME: plots.perplexity_figure(found)})
+    results.store(eval_model, NAME, result, lambda found: {NAME: plots.perplexity_figure(found)})
     return result
 
 
@@ -173,14 +179,14 @@ def _check_protocols(config: PerplexityConfig, lengths: Sequence[int]) -> None:
 
 
 def _other_protocols(
-    subject: Subject,
+    eval_model: EvalModel,
     config: PerplexityConfig,
     scorer: Scorer,
     documents: Documents,
     lengths: Sequence[int],
 ) -> dict[str, Any]:
     """Results with sliding windows and with fixed targets, None where they were not asked for."""
-    tokens, training_length = documents.tokens, subject.training_length
+    tokens, training_length = documents.tokens, eval_model.training_length
     found: dict[str, Any] = {"sliding": None, "fixed_target": None}
     every = {
         "sliding": [sliding_windows(tokens, length, config.stride or 1) for length in lengths]
@@ -191,12 +197,12 @@ def _other_protocols(
     for name, windows in every.items():
         if windows is None:
             continue
-        counts, sizes = documents.num_targets, target_bytes(tokens, subject.tokenizer())
+        counts, sizes = documents.num_targets, target_bytes(tokens, eval_model.tokenizer())
         facts: dict[str, Any] = {"protocol": protocols.SLIDING, "stride": config.stride}
         if name == "fixed_target":
             num = config.fixed_targets or 0
             counts = np.full(len(tokens), num)
-            sizes = tail_bytes(tokens, subject.tokenizer(), num)
+            sizes = tail_bytes(tokens, eval_model.tokenizer(), num)
             facts = {"protocol": protocols.FIXED_TARGET, "num_targets": num}
         started = time.perf_counter()
         with _bar(int(counts.sum()) * len(lengths), name) as bar:
@@ -204,7 +210,7 @@ def _other_protocols(
                 protocols.document_sums(scorer, tokens, some, config.batch_tokens, bar)
                 for some in windows
             ])  # fmt: skip
-        _check_finite(subject, sums, counts, lengths)
+        _check_finite(eval_model, sums, counts, lengths)
         seconds = round(time.perf_counter() - started, 3)
         rows = length_rows(sums, counts, sizes, lengths, training_length, windows)
         found[name] = {**facts, "num_tokens": int(counts.sum()), "seconds": seconds, "rows": rows}
@@ -223,9 +229,9 @@ def _null(
     if sample is None or observed is None:
         return None
     cut = cut_losses(scorer, documents.tokens, sample, reach, lengths, config.batch_tokens)
-    rows = excess_rows(sample, observed, cut, lengths, reach)
+    rows = loss_gap_rows(sample, observed, cut, lengths, reach)
     return {
-        "protocol": NULL_MODEL,
+        "protocol": TRUNCATED_CONTEXT,
         "reach": reach,
         "num_targets": len(sample.target),
         "seed": config.seed,
@@ -235,7 +241,7 @@ def _null(
 
 
 def _check_finite(
-    subject: Subject, losses: np.ndarray, num_targets: np.ndarray, lengths: Sequence[int]
+    eval_model: EvalModel, losses: np.ndarray, num_targets: np.ndarray, lengths: Sequence[int]
 ) -> None:
     # exp(loss) must fit a float too, in every resample of the documents.
     largest = [float(np.max(row / num_targets)) for row in losses]
@@ -243,7 +249,7 @@ def _check_finite(
     if bad:
         rule = f"losses at lengths {bad} are not finite, or above {LARGEST_LOSS} nats a token"
         fix = "use precision=fp32, or an earlier step"
-        raise CheckpointError(Problem(subject.argument, None, rule, fix))
+        raise CheckpointError(Problem(eval_model.argument, None, rule, fix))
 
 
 def length_rows(

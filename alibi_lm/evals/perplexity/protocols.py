@@ -51,8 +51,8 @@ def window_losses(
     bar: tqdm[Any] | None = None,
 ) -> Iterator[tuple[Window, np.ndarray]]:
     """Each window, in no certain order, with the losses of its scored targets (float64, nats)."""
-    equal = getattr(scorer, "counts_length", False)
-    for batch in window_batches(documents, windows, batch_tokens, scorer.num_replicas, equal=equal):
+    equal = getattr(scorer, "length_dependent", False)
+    for batch in window_batches(documents, windows, batch_tokens, scorer.dp_size, equal=equal):
         losses = scorer.token_losses(torch.from_numpy(batch.tokens)).double().numpy()
         for row, window in zip(losses, batch.windows, strict=True):
             yield window, row[window.first - 1 - window.start : window.num_inputs]

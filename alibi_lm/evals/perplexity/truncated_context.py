@@ -19,7 +19,7 @@ from alibi_lm.evals.perplexity.protocols import window_losses
 from alibi_lm.evals.perplexity.windows import Window
 from alibi_lm.evals.statistics import MIN_DOCUMENTS, as_list, bootstrap_means
 
-NULL_MODEL = (
+TRUNCATED_CONTEXT = (
     "Null model of reach L. One seeded sample of targets, the same at every length. A target with "
     "q tokens of context in its non-overlapping window is scored again with the input cut to the "
     "last min(q, L) tokens. Excess = its loss less that one, in nats, paired target by target (0 "
@@ -28,7 +28,9 @@ NULL_MODEL = (
 )
 
 
-def null_loss(first_loss: float, sliding_loss: float, reach: int, length: int) -> float:
+def truncated_context_loss(
+    first_loss: float, sliding_loss: float, reach: int, length: int
+) -> float:
     """Mean loss, in non-overlapping windows of `length`, of a model that uses `reach` tokens only.
 
     [L p0 + (length - L) ps] / length: a window's first L targets cost what they cost in a window
@@ -48,9 +50,9 @@ def null_loss(first_loss: float, sliding_loss: float, reach: int, length: int) -
     return (reach * first_loss + (length - reach) * sliding_loss) / length
 
 
-def null_perplexity(first: float, sliding: float, reach: int, length: int) -> float:
-    """`null_loss` for perplexities."""
-    return math.exp(null_loss(math.log(first), math.log(sliding), reach, length))
+def truncated_context_perplexity(first: float, sliding: float, reach: int, length: int) -> float:
+    """`truncated_context_loss` for perplexities."""
+    return math.exp(truncated_context_loss(math.log(first), math.log(sliding), reach, length))
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ def cut_losses(
     return found
 
 
-def excess_rows(
+def loss_gap_rows(
     sample: Sample,
     observed: np.ndarray,
     cut: np.ndarray,
@@ -136,9 +138,9 @@ def excess_rows(
                 "num_cut": int(beyond.sum()),
                 "share_cut": float(beyond.mean()),
                 "loss": float(losses.mean()),
-                "null_loss": float(null.mean()),
-                "excess": float(differences.mean()),
-                "excess_interval": as_list(intervals[0] if intervals else None),
+                "truncated_context_loss": float(null.mean()),
+                "loss_gap": float(differences.mean()),
+                "loss_gap_interval": as_list(intervals[0] if intervals else None),
             }
         )
     return rows

@@ -94,7 +94,7 @@ def window_batches(
     documents: Sequence[np.ndarray],
     windows: Sequence[Window],
     batch_tokens: int,
-    num_replicas: int = 1,
+    dp_size: int = 1,
     *,
     equal: bool = False,
 ) -> Iterator[WindowBatch]:
@@ -108,7 +108,7 @@ def window_batches(
     first = 0
     while first < len(ordered):
         longest = ordered[first].num_inputs
-        group = ordered[first : first + num_replicas * max(1, batch_tokens // longest)]
+        group = ordered[first : first + dp_size * max(1, batch_tokens // longest)]
         if equal:
             group = [window for window in group if window.num_inputs == longest]
         tokens = np.zeros((len(group), longest + 1), dtype=np.int64)

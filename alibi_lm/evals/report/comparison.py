@@ -7,28 +7,28 @@ from pathlib import Path
 from typing import Any
 
 from alibi_lm.evals import results
-from alibi_lm.evals.models.base import Subject
+from alibi_lm.evals.models.base import EvalModel
 from alibi_lm.evals.report import comparison_plots, html_pages
 from alibi_lm.utils.errors import ConfigError, DataError, Problem
 from alibi_lm.utils.files import write_text
 
-EVALS = ("perplexity", "needle", "retrieval", "generalisation", "horizon")
+EVALS = ("perplexity", "needle", "retrieval", "generalization", "attention_span")
 PAGE = "comparison.html"
 
 Found = Mapping[str, dict[str, Any]]
 """Results of one eval by the model's name."""
 
 
-def names_of(subjects: Sequence[Subject]) -> list[str]:
+def names_of(eval_models: Sequence[EvalModel]) -> list[str]:
     """A short name of each model, its whole argument where short ones are alike.
 
     Raises:
         ConfigError: a model is named twice.
     """
-    names = [subject.title for subject in subjects]
+    names = [eval_model.title for eval_model in eval_models]
     for longer in (
-        [subject.argument for subject in subjects],
-        [f"{subject.argument}, step {subject.step}" for subject in subjects],
+        [eval_model.argument for eval_model in eval_models],
+        [f"{eval_model.argument}, step {eval_model.step}" for eval_model in eval_models],
     ):
         names = [
             name if names.count(name) == 1 else other
@@ -40,22 +40,22 @@ def names_of(subjects: Sequence[Subject]) -> list[str]:
     return names
 
 
-def write_comparison(subjects: Sequence[Subject], path: Path) -> Path:
+def write_comparison(eval_models: Sequence[EvalModel], path: Path) -> Path:
     """Write what has been measured on several models as one page, its PNGs beside it.
 
     Raises:
         ConfigError: fewer than two models, or one twice.
         DataError: nothing has been measured on any of them, or perplexities of different texts.
     """
-    if len(subjects) < 2:
+    if len(eval_models) < 2:
         rule = "is the only model"
-        raise ConfigError(Problem("RUN", subjects[0].argument, rule, "name at least two"))
-    names = names_of(subjects)
+        raise ConfigError(Problem("RUN", eval_models[0].argument, rule, "name at least two"))
+    names = names_of(eval_models)
     found: dict[str, Found] = {}
     for name in EVALS:
         stored = {
-            label: results.stored(subject, name)
-            for label, subject in zip(names, subjects, strict=True)
+            label: results.stored(eval_model, name)
+            for label, eval_model in zip(names, eval_models, strict=True)
         }
         found[name] = {label: result for label, result in stored.items() if result is not None}
     if not any(found.values()):
@@ -71,7 +71,9 @@ def write_comparison(subjects: Sequence[Subject], path: Path) -> Path:
         "alibi_lm.evals.report",
         PAGE,
         names=names,
-        models=[_facts(name, subject) for name, subject in zip(names, subjects, strict=True)],
+        models=[
+            _facts(name, eval_model) for name, eval_model in zip(names, eval_models, strict=True)
+        ],
         pictures=pictures,
         perplexity=perplexity_table(found["perplexity"]),
         retrieval=retrieval_table(found["needle"], found["retrieval"]),
@@ -97,15 +99,15 @@ def _check_same_text(found: Found) -> None:
         raise DataError(Problem(", ".join(found), None, rule, fix))
 
 
-def _facts(name: str, subject: Subject) -> dict[str, str]:
-    model = subject.model
+def _facts(name: str, eval_model: EvalModel) -> dict[str, str]:
+    model = eval_model.model
     return {
         "name": name,
-        "argument": subject.argument,
-        "which": subject.subtitle,
-        "parameters": f"{subject.num_parameters:,}",
+        "argument": eval_model.argument,
+        "which": eval_model.subtitle,
+        "parameters": f"{eval_model.num_parameters:,}",
         "position": "as its own class has it" if model is None else model.position,
-        "trained": f"{subject.training_length:,}",
+        "trained": f"{eval_model.training_length:,}",
     }
 
 
@@ -117,12 +119,12 @@ def perplexity_table(found: Found) -> dict[str, Any] | None:
     rows = []
     for name, result in found.items():
         own = {row["length"]: row for row in result["rows"]}
-        null = (result.get("null") or {}).get("verdict")
+        null = (result.get("truncated_context") or {}).get("verdict")
         rows.append({
             "name": name,
             "trained": result["training_length"],
             "cells": [own.get(length) for length in lengths],
-            "null": null["word"] if null else None,
+            "truncated_context": null["word"] if null else None,
         })  # fmt: skip
     return {"lengths": lengths, "rows": rows}
 
@@ -157,5 +159,5 @@ def verdict_rows(names: Sequence[str], found: Mapping[str, Found]) -> list[dict[
 
 
 def _verdicts(result: Mapping[str, Any]) -> list[Mapping[str, str]]:
-    null = result.get("null") or {}
+    null = result.get("truncated_context") or {}
     return [result["verdict"], *([null["verdict"]] if null.get("verdict") else [])]

@@ -229,7 +229,7 @@ def mark_training_length(axes: Axes, lengths: Sequence[int], training_length: in
                         color=INK)  # fmt: skip
 
 
-def horizon_figure(result: Mapping[str, Any]) -> Figure:
+def attention_span_figure(result: Mapping[str, Any]) -> Figure:
     """Certified and true reach of every head, the training length marked."""
     figure, axes = axes_of(9, 4.2)
     slopes = result["slopes"]
@@ -255,7 +255,7 @@ def horizon_figure(result: Mapping[str, Any]) -> Figure:
     axes.set_xlabel("head, and its slope", color=INK)
     axes.set_ylabel("reach (tokens, log scale)", color=INK)
     axes.legend(frameon=False, fontsize=10, labelcolor=INK)
-    title(axes, f"How far heads read, but for {result['epsilon']:g} of their probability")
+    title(axes, f"How far heads read, but for {result['pruning_tolerance']:g} of their probability")
     return figure
 
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, cast
 from alibi_lm.config_loading import flatten
 from alibi_lm.evals import results
 from alibi_lm.evals.generalization import result
-from alibi_lm.evals.models.base import NativeSubject, Subject
+from alibi_lm.evals.models.base import EvalModel, NativeModel
 from alibi_lm.evals.report import html_pages, plots
 from alibi_lm.evals.report.tables import (
-    horizon_lines,
+    attention_span_lines,
     needle_lines,
     perplexity_lines,
     retrieval_lines,
@@ -33,9 +33,16 @@ if TYPE_CHECKING:
 REPORT = "report.html"
 EXPORT_FACTS = "alibi_lm_export.json"
 FADED = 1000.0
-"""A head's horizon is where its bias alone divides a key's weight by this."""
+"""A head's attention_span is where its bias alone divides a key's weight by this."""
 
-PROTOCOLS = ("sliding", "fixed_target", "null", "by_position", "by_distance", "num_distractors")
+PROTOCOLS = (
+    "sliding",
+    "fixed_target",
+    "truncated_context",
+    "by_position",
+    "by_distance",
+    "num_distractors",
+)
 """Parts of a result that are not in every one."""
 TONES = {
     "yes": "good",
@@ -49,14 +56,14 @@ TONES = {
     "cannot tell": "open",
     "bounded": "good",
     "not bounded": "open",
-    "generalises": "good",
+    "generalizes": "good",
     "stops": "bad",
     "partly": "open",
     "not learned": "open",
 }
 
 
-def write_report(subject: Subject) -> Path:
+def write_report(eval_model: EvalModel) -> Path:
     """Write the report of what has been measured so far, and its pictures; return its path.
 
     The same numbers go into the evals folder as TensorBoard scalars.
@@ -67,67 +74,69 @@ def write_report(subject: Subject) -> Path:
         CheckpointError: the run's log is damaged.
     """
     metrics = None
-    if isinstance(subject, NativeSubject):
-        metrics = read_metrics(subject.checkpoint.run_folder, subject.step)
-    perplexity = results.stored(subject, "perplexity")
-    needle = results.stored(subject, "needle")
-    retrieval = results.stored(subject, "retrieval")
-    horizon = results.stored(subject, "horizon")
+    if isinstance(eval_model, NativeModel):
+        metrics = read_metrics(eval_model.checkpoint.run_folder, eval_model.step)
+    perplexity = results.stored(eval_model, "perplexity")
+    needle = results.stored(eval_model, "needle")
+    retrieval = results.stored(eval_model, "retrieval")
+    attention_span = results.stored(eval_model, "attention_span")
     pictures: dict[str, str] = {}
     if metrics is not None:
-        pictures["loss"] = _picture(subject, "loss", plots.loss_figure(metrics))
+        pictures["loss"] = _picture(eval_model, "loss", plots.loss_figure(metrics))
     if perplexity is not None:
         pictures["perplexity"] = _picture(
-            subject, "perplexity", plots.perplexity_figure(perplexity)
+            eval_model, "perplexity", plots.perplexity_figure(perplexity)
         )
     if needle is not None:
-        pictures["needle"] = _picture(subject, "needle", plots.needle_figure(needle))
+        pictures["needle"] = _picture(eval_model, "needle", plots.needle_figure(needle))
         if needle.get("by_distance"):
             figure = retrieval_plots.needle_distance_figure(needle)
-            pictures["needle_distance"] = _picture(subject, "needle_distance", figure)
+            pictures["needle_distance"] = _picture(eval_model, "needle_distance", figure)
     if retrieval is not None:
         for name, figure in retrieval_plots.figures(retrieval).items():
-            pictures[name] = _picture(subject, name, figure)
-    problems = results.stored(subject, "generalisation")
+            pictures[name] = _picture(eval_model, name, figure)
+    problems = results.stored(eval_model, "generalization")
     if problems is not None:
         figure = result.figure(problems)
-        pictures["generalisation"] = _picture(subject, "generalisation", figure)
-    if horizon is not None:
-        pictures["horizon"] = _picture(subject, "horizon", plots.horizon_figure(horizon))
-    long_inputs = results.stored(subject, "bench_long")
+        pictures["generalization"] = _picture(eval_model, "generalization", figure)
+    if attention_span is not None:
+        pictures["attention_span"] = _picture(
+            eval_model, "attention_span", plots.attention_span_figure(attention_span)
+        )
+    long_inputs = results.stored(eval_model, "bench_long")
     if long_inputs is not None and long_inputs.get("curve"):
         figure = plots.curve_figure(long_inputs)
-        pictures["long_inputs"] = _picture(subject, "long_inputs", figure)
+        pictures["long_inputs"] = _picture(eval_model, "long_inputs", figure)
     page = html_pages.render(
         "alibi_lm.evals.report",
         REPORT,
-        title=f"Report on {subject.title}",
-        subtitle=subject.subtitle,
-        trained_here=isinstance(subject, NativeSubject),
-        facts=facts(subject, metrics),
+        title=f"Report on {eval_model.title}",
+        subtitle=eval_model.subtitle,
+        trained_here=isinstance(eval_model, NativeModel),
+        facts=facts(eval_model, metrics),
         pictures=pictures,
         perplexity=_with_tone(perplexity),
         needle=_with_tone(needle),
         retrieval=_with_tone(retrieval),
         effective=effective_words(retrieval["table"]) if retrieval and retrieval["table"] else "",
-        horizon=_with_tone(horizon),
+        attention_span=_with_tone(attention_span),
         problems=_with_tone(problems),
         long_inputs=long_inputs if "long_inputs" in pictures else None,
-        slopes=slope_rows(subject),
-        export=export_rows(subject),
-        meaning=meaning(subject, perplexity, needle, retrieval),
-        versions=_versions(subject),
-        commands=commands(subject),
+        slopes=slope_rows(eval_model),
+        export=export_rows(eval_model),
+        meaning=meaning(eval_model, perplexity, needle, retrieval),
+        versions=_versions(eval_model),
+        commands=commands(eval_model),
     )
-    path = subject.evals_folder / REPORT
+    path = eval_model.evals_folder / REPORT
     write_text(path, page)
-    write_scalars(subject)
+    write_scalars(eval_model)
     return path
 
 
-def _picture(subject: Subject, name: str, figure: plots.Figure) -> str:
+def _picture(eval_model: EvalModel, name: str, figure: plots.Figure) -> str:
     """Write a figure beside the report and return it as base64."""
-    return html_pages.picture(figure, subject.evals_folder / f"{name}.png")
+    return html_pages.picture(figure, eval_model.evals_folder / f"{name}.png")
 
 
 def _with_tone(result: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -135,36 +144,36 @@ def _with_tone(result: dict[str, Any] | None) -> dict[str, Any] | None:
         return None
     verdict = {**result["verdict"], "tone": TONES[result["verdict"]["word"]]}
     toned = {**dict.fromkeys(PROTOCOLS), **result, "verdict": verdict}
-    if result.get("null"):
-        toned["null"] = _with_tone(result["null"])
+    if result.get("truncated_context"):
+        toned["truncated_context"] = _with_tone(result["truncated_context"])
     return toned
 
 
-def commands(subject: Subject) -> dict[str, str]:
+def commands(eval_model: EvalModel) -> dict[str, str]:
     """The command that makes each part."""
-    name = subject.argument
+    name = eval_model.argument
     return {
         "perplexity": f"alibi-lm eval perplexity {name}",
         "needle": f"alibi-lm eval needle {name}",
         "retrieval": f"alibi-lm eval retrieval {name}",
-        "horizon": f"alibi-lm eval horizon {name}",
+        "attention_span": f"alibi-lm eval attention-span {name}",
         "export": f"alibi-lm export {name}",
         "report": f"alibi-lm report {name}",
     }
 
 
-def facts(subject: Subject, metrics: Metrics | None) -> list[tuple[str, str]]:
+def facts(eval_model: EvalModel, metrics: Metrics | None) -> list[tuple[str, str]]:
     """What is judged and how it was trained, as (label, value)."""
-    if isinstance(subject, NativeSubject):
-        return run_facts(subject.checkpoint, metrics)
+    if isinstance(eval_model, NativeModel):
+        return run_facts(eval_model.checkpoint, metrics)
     rows = [
-        ("Model folder", subject.argument),
-        ("Parameters", f"{subject.num_parameters:,}"),
-        ("Training length", f"{subject.training_length:,} tokens"),
+        ("Model folder", eval_model.argument),
+        ("Parameters", f"{eval_model.num_parameters:,}"),
+        ("Training length", f"{eval_model.training_length:,} tokens"),
     ]
-    if subject.model is not None:
-        rows.append(("Model", _shape(subject.model)))
-    return rows + [(label.capitalize(), str(value)) for label, value in subject.settings.items()]
+    if eval_model.model is not None:
+        rows.append(("Model", _shape(eval_model.model)))
+    return rows + [(label.capitalize(), str(value)) for label, value in eval_model.settings.items()]
 
 
 def _shape(model: ModelConfig) -> str:
@@ -182,9 +191,9 @@ def run_facts(step: Step, metrics: Metrics | None) -> list[tuple[str, str]]:
         ("Run folder", str(step.run_folder)),
         ("Step", f"{step.step:,} of {train.num_steps:,}"),
         ("Tokens", f"{step.meta['tokens']:,}"),
-        ("Parameters", f"{NativeSubject(step).num_parameters:,}"),
+        ("Parameters", f"{NativeModel(step).num_parameters:,}"),
         ("Model", _shape(model)),
-        ("Shape and positions", f"{model.shape}, {model.position}{window}"),
+        ("Architecture and positions", f"{model.architecture}, {model.position}{window}"),
         ("Training length", f"{train.sequence_length:,} tokens"),
         ("Batch", f"{train.global_batch_size:,} samples a step"),
         ("Precision", train.precision),
@@ -209,49 +218,49 @@ def _duration(seconds: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
 
 
-def slope_rows(subject: Subject) -> list[dict[str, Any]]:
-    """Slope and horizon of each head, for models with linear biases; else none.
+def slope_rows(eval_model: EvalModel) -> list[dict[str, Any]]:
+    """Slope and attention_span of each head, for models with linear biases; else none.
 
     Learned slopes differ from layer to layer, and are the weights' own.
     """
-    model = subject.model
+    model = eval_model.model
     if model is None or model.position not in ("alibi", "alibi_learned"):
         return []
     slopes = {str(head): slope for head, slope in enumerate(head_slopes(model) or ())}
     if model.position == "alibi_learned":
         slopes = {
             f"layer {layer}, head {head}": slope
-            for layer, block in enumerate(subject.decoder().blocks)
+            for layer, block in enumerate(eval_model.decoder().blocks)
             for head, slope in enumerate(cast(Block, block).attention.current_slopes() or ())
         }
     return [
         {
             "head": name,
             "slope": slope,
-            "horizon": math.log(FADED) / slope,
-            "multiple": math.log(FADED) / slope / subject.training_length,
+            "attention_span": math.log(FADED) / slope,
+            "multiple": math.log(FADED) / slope / eval_model.training_length,
         }
         for name, slope in slopes.items()
     ]
 
 
-def export_facts(subject: Subject) -> dict[str, Any] | None:
+def export_facts(eval_model: EvalModel) -> dict[str, Any] | None:
     """What the export to the default folder proved, or None where this step has none there."""
-    if not isinstance(subject, NativeSubject):
+    if not isinstance(eval_model, NativeModel):
         return None
-    step = subject.checkpoint
+    step = eval_model.checkpoint
     found = stored_object(step.hf_folder / EXPORT_FACTS)
     if found is None or found["checkpoint"].get("weights") != step.weights_digest():
         return None
     return {**found, "folder": str(step.hf_folder)}
 
 
-def export_rows(subject: Subject) -> list[tuple[str, str]]:
+def export_rows(eval_model: EvalModel) -> list[tuple[str, str]]:
     """The export's facts as (label, value)."""
-    found = export_facts(subject)
+    found = export_facts(eval_model)
     if found is None:
         return []
-    proof, settings = found["proof"], found["settings"]
+    proof, settings = found["parity"], found["settings"]
     rows = [
         ("Folder", found["folder"]),
         ("Format", f"{settings['format']}, {settings['dtype']}"),
@@ -270,20 +279,20 @@ def export_rows(subject: Subject) -> list[tuple[str, str]]:
     return rows
 
 
-def _versions(subject: Subject) -> list[tuple[str, str]]:
+def _versions(eval_model: EvalModel) -> list[tuple[str, str]]:
     rows = []
-    if isinstance(subject, NativeSubject):
-        trained = subject.checkpoint.meta["versions"].items()
+    if isinstance(eval_model, NativeModel):
+        trained = eval_model.checkpoint.meta["versions"].items()
         rows += [(f"{name} (training)", str(value)) for name, value in trained]
     rows += [
         (f"{name} (this report)", value)
-        for name, value in results.run_facts(subject)["versions"].items()
+        for name, value in results.run_facts(eval_model)["versions"].items()
     ]
     return rows
 
 
 def meaning(
-    subject: Subject,
+    eval_model: EvalModel,
     perplexity: Mapping[str, Any] | None,
     needle: Mapping[str, Any] | None,
     retrieval: Mapping[str, Any] | None,
@@ -292,7 +301,7 @@ def meaning(
     lines = []
     if perplexity is not None:
         lines.append(f"{perplexity['verdict']['text']} {perplexity['verdict']['caveat']}")
-        if null := perplexity.get("null"):
+        if null := perplexity.get("truncated_context"):
             lines.append(f"{null['verdict']['text']} {null['verdict']['caveat']}")
     else:
         lines.append("Perplexity past the training length has not been measured.")
@@ -302,63 +311,66 @@ def meaning(
         lines.append(f"{retrieval['verdict']['text']} {retrieval['verdict']['caveat']}")
     if needle is None and retrieval is None:
         lines.append("Retrieval has not been measured.")
-    for name in ("generalisation", "horizon"):
-        if found := results.stored(subject, name):
+    for name in ("generalization", "attention_span"):
+        if found := results.stored(eval_model, name):
             lines.append(f"{found['verdict']['text']} {found['verdict']['caveat']}")
     lines.append(
-        f"All numbers are of one model of {subject.num_parameters:,} parameters, one seed and the "
-        "corpora named above. Larger models, other text or other seeds can behave differently; "
+        f"All numbers are of one model of {eval_model.num_parameters:,} parameters, one seed and "
+        "the corpora named above. Larger models, other text or other seeds can behave differently; "
         "intervals cover the choice of documents and prompts, not the choice of seed."
     )
     return lines
 
 
-def summary_lines(subject: Subject) -> list[str]:
+def summary_lines(eval_model: EvalModel) -> list[str]:
     """The report in a few terminal lines; parts not made yet name their command."""
-    perplexity, needle = results.stored(subject, "perplexity"), results.stored(subject, "needle")
-    which = "" if subject.step is None else f", step {subject.step:,}"
-    lines = [f"{subject.argument}{which}: {subject.num_parameters:,} parameters, "
-             f"training length {subject.training_length:,}", ""]  # fmt: skip
+    perplexity, needle = (
+        results.stored(eval_model, "perplexity"),
+        results.stored(eval_model, "needle"),
+    )
+    which = "" if eval_model.step is None else f", step {eval_model.step:,}"
+    lines = [f"{eval_model.argument}{which}: {eval_model.num_parameters:,} parameters, "
+             f"training length {eval_model.training_length:,}", ""]  # fmt: skip
     lines += perplexity_lines(perplexity) if perplexity else [
-        f"perplexity: not measured yet: {commands(subject)['perplexity']}"
+        f"perplexity: not measured yet: {commands(eval_model)['perplexity']}"
     ]  # fmt: skip
     lines.append("")
     lines += needle_lines(needle) if needle else [
-        f"needle: not measured yet: {commands(subject)['needle']}"
+        f"needle: not measured yet: {commands(eval_model)['needle']}"
     ]  # fmt: skip
     lines.append("")
-    retrieval = results.stored(subject, "retrieval")
+    retrieval = results.stored(eval_model, "retrieval")
     lines += retrieval_lines(retrieval) if retrieval else [
-        f"retrieval: not measured yet: {commands(subject)['retrieval']}"
+        f"retrieval: not measured yet: {commands(eval_model)['retrieval']}"
     ]  # fmt: skip
     lines.append("")
-    if subject.model is not None and subject.model.position == "alibi":
-        horizon = results.stored(subject, "horizon")
-        lines += horizon_lines(horizon) if horizon else [
-            f"horizon: not measured yet: {commands(subject)['horizon']}"
+    if eval_model.model is not None and eval_model.model.position == "alibi":
+        attention_span = results.stored(eval_model, "attention_span")
+        lines += attention_span_lines(attention_span) if attention_span else [
+            f"attention_span: not measured yet: {commands(eval_model)['attention_span']}"
         ]  # fmt: skip
         lines.append("")
-    if isinstance(subject, NativeSubject):
-        lines += _export_lines(subject)
-    problems = results.stored(subject, "generalisation")
+    if isinstance(eval_model, NativeModel):
+        lines += _export_lines(eval_model)
+    problems = results.stored(eval_model, "generalization")
     if problems is not None:
         lines += ["", *result.lines(problems)]
     lines += ["", "What this does and does not show:"]
-    lines += [f"  - {line}" for line in meaning(subject, perplexity, needle, retrieval)]
-    report = subject.evals_folder / REPORT
+    lines += [f"  - {line}" for line in meaning(eval_model, perplexity, needle, retrieval)]
+    report = eval_model.evals_folder / REPORT
     lines.append("")
     lines.append(f"report: {report}" if report.is_file() else
-                 f"report: not written yet: {commands(subject)['report']}")  # fmt: skip
+                 f"report: not written yet: {commands(eval_model)['report']}")  # fmt: skip
     return lines
 
 
-def _export_lines(subject: Subject) -> list[str]:
-    found = export_facts(subject)
+def _export_lines(eval_model: EvalModel) -> list[str]:
+    found = export_facts(eval_model)
     if found is None:
-        return [f"export: not made yet: {commands(subject)['export']}"]
+        return [f"export: not made yet: {commands(eval_model)['export']}"]
     differences = ", ".join(
         f"{row['max_difference']:.1e} at {row['length']:,} tokens"
-        for row in found["proof"]["logits"]
+        for row in found["parity"]["logits"]
     )
     return [
         f"export: {found['folder']}",

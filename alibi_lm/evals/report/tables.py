@@ -20,14 +20,14 @@ def perplexity_lines(result: Mapping[str, Any]) -> list[str]:
         title = f"fixed targets, the last {fixed['num_targets']:,} tokens of each document"
         lines += [title, *_length_lines(fixed)]
     lines += _epsilon_lines(result, DENSE_UP_TO)
-    if null := result.get("null"):
+    if null := result.get("truncated_context"):
         lines.append(null["verdict"]["text"])
     return lines
 
 
 def _epsilon_lines(result: Mapping[str, Any], dense_up_to: int) -> list[str]:
     """What long inputs were read without, if anything."""
-    epsilon = result["model"].get("epsilon")
+    epsilon = result["model"].get("pruning_tolerance")
     if not epsilon or max(result["lengths"]) <= dense_up_to:
         return []
     return [f"above {dense_up_to:,} tokens each head leaves out at most {epsilon:g} of a row"]
@@ -99,7 +99,7 @@ def retrieval_lines(result: Mapping[str, Any]) -> list[str]:
     return lines + [verdict["text"] for verdict in result["verdicts"]]
 
 
-def horizon_lines(result: Mapping[str, Any]) -> list[str]:
+def attention_span_lines(result: Mapping[str, Any]) -> list[str]:
     """Slope, certified and true reach by head: the largest over layers, then each layer's."""
     lines = [
         f"{'head':>4}  {'slope':>8}  {'certified':>10}  {'true':>10}  by layer: certified / true"

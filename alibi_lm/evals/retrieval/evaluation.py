@@ -10,7 +10,7 @@ from typing import Any
 from alibi_lm.config_loading import to_dict
 from alibi_lm.evals import results
 from alibi_lm.evals.config import RetrievalConfig
-from alibi_lm.evals.models.base import Subject
+from alibi_lm.evals.models.base import EvalModel
 from alibi_lm.evals.models.scorer import Scorer
 from alibi_lm.evals.report.tables import retrieval_lines
 from alibi_lm.evals.retrieval import plots
@@ -40,17 +40,21 @@ PROTOCOL = (
 )
 
 
-def evaluate(subject: Subject, config: RetrievalConfig, *, force: bool = False) -> dict[str, Any]:
+def evaluate(
+    eval_model: EvalModel, config: RetrievalConfig, *, force: bool = False
+) -> dict[str, Any]:
     """`run_retrieval` unless it is done already, and its result in the terminal.
 
     Raises:
         UserError: as `run_retrieval`.
     """
-    return results.once(subject, NAME, config, run_retrieval, retrieval_lines, force=force)
+    return results.run_or_load(
+        eval_model, NAME, config, run_retrieval, retrieval_lines, force=force
+    )
 
 
 def run_retrieval(
-    subject: Subject, config: RetrievalConfig, scorer: Scorer | None = None
+    eval_model: EvalModel, config: RetrievalConfig, scorer: Scorer | None = None
 ) -> dict[str, Any]:
     """Run the tasks on a model, store retrieval.json and retrieval.png, and return the result.
 
@@ -61,21 +65,21 @@ def run_retrieval(
         DataError: no corpus, no tokenizer, one that cannot write numbers, or a wrong qa file.
         ConfigError: a task does not fit a length that was asked for, or any length.
     """
-    tokenizer = subject.needed_tokenizer("prompts")
-    files = results.open_corpora(subject, config)
+    tokenizer = eval_model.needed_tokenizer("prompts")
+    files = results.open_corpora(eval_model, config)
     names = config.tasks or default_tasks(len(config.qa_files))
     qa_files = [Path(path) for path in config.qa_files]
     tasks = make_tasks(names, tokenizer, files, config.seed, config.sizes, qa_files)
-    chosen = results.chosen_lengths(subject, config)
+    chosen = results.chosen_lengths(eval_model, config)
     haystack = Haystack(tokenizer, files)
     fitting, left_out = fitting_cells(tasks, chosen, haystack, config.lengths is not None)
-    scorer = scorer or subject.scorer(config.precision, config.epsilon, config.scaling)
+    scorer = scorer or eval_model.scorer(config.precision, config.pruning_tolerance, config.scaling)
     started = time.perf_counter()
-    counts = score_all(scorer, tokenizer, fitting, config, subject.training_length)
+    counts = score_all(scorer, tokenizer, fitting, config, eval_model.training_length)
     seconds = time.perf_counter() - started
     result = {
         "eval": NAME,
-        **results.run_facts(subject),
+        **results.run_facts(eval_model),
         "protocol": PROTOCOL,
         "num_trials": config.num_trials,
         "seed": config.seed,
@@ -89,9 +93,9 @@ def run_retrieval(
             for task, length, problem in left_out
         ],
         **summary(counts, fitting, config.threshold),
-        "inputs": results.inputs_of(subject, config, files),
+        "inputs": results.inputs_of(eval_model, config, files),
     }
-    results.store(subject, NAME, result, plots.figures)
+    results.store(eval_model, NAME, result, plots.figures)
     return result
 
 

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from alibi_lm.data.tokenizer import Tokenizer
 from alibi_lm.evals import results
 from alibi_lm.evals.config import NeedleConfig
-from alibi_lm.evals.models.base import Subject
+from alibi_lm.evals.models.base import EvalModel
 from alibi_lm.evals.models.scorer import Answers, Scorer
 from alibi_lm.evals.report import plots
 from alibi_lm.evals.report.tables import needle_lines
@@ -120,7 +120,7 @@ def score_grid(
     quiet = console.muted or None
     with tqdm(total=total, unit="tok", unit_scale=True, desc=NAME, disable=quiet) as bar:
         for length in lengths:
-            for batch in _batches(maker, length, config, scorer.num_replicas):
+            for batch in _batches(maker, length, config, scorer.dp_size):
                 tokens = torch.from_numpy(np.stack([prompt for _, _, prompt in batch]))
                 trials = [trial for trial, _, _ in batch]
                 answers = scorer.answers(tokens, _candidates(trials), maker.num_answer_tokens)
@@ -134,9 +134,9 @@ Prompt = tuple[Trial, float | None, np.ndarray]
 
 
 def _batches(
-    maker: PromptMaker, length: int, config: NeedleConfig, num_replicas: int
+    maker: PromptMaker, length: int, config: NeedleConfig, dp_size: int
 ) -> Iterator[list[Prompt]]:
-    size = num_replicas * max(1, config.batch_tokens // length)
+    size = dp_size * max(1, config.batch_tokens // length)
     batch: list[Prompt] = []
     for index in range(config.num_trials * len(config.depths)):
         which = index % len(config.depths)
@@ -173,20 +173,20 @@ def _count(
         grid.bins[reach].add(ranked, generated)
         position, at_line_end = trial.place(depth)
         grid.num_placed_exactly += not at_line_end
-        grid.largest_walk = max(grid.largest_walk, round(depth * trial.room) - position)
+        grid.largest_walk = max(grid.largest_walk, round(depth * trial.answer_budget) - position)
 
 
-def evaluate(subject: Subject, config: NeedleConfig, *, force: bool = False) -> dict[str, Any]:
+def evaluate(eval_model: EvalModel, config: NeedleConfig, *, force: bool = False) -> dict[str, Any]:
     """`run_needle` unless it is done already, and its result in the terminal.
 
     Raises:
         UserError: as `run_needle`.
     """
-    return results.once(subject, NAME, config, run_needle, needle_lines, force=force)
+    return results.run_or_load(eval_model, NAME, config, run_needle, needle_lines, force=force)
 
 
 def run_needle(
-    subject: Subject, config: NeedleConfig, scorer: Scorer | None = None
+    eval_model: EvalModel, config: NeedleConfig, scorer: Scorer | None = None
 ) -> dict[str, Any]:
     """Run the grid on a checkpoint, store needle.json and needle.png, and return the result.
 
@@ -197,20 +197,20 @@ def run_needle(
         DataError: no corpus, no tokenizer, or one that cannot write numbers.
         ConfigError: a length too short for a needle, or longer than every corpus.
     """
-    tokenizer = subject.needed_tokenizer("needles")
-    files = results.open_corpora(subject, config)
+    tokenizer = eval_model.needed_tokenizer("needles")
+    files = results.open_corpora(eval_model, config)
     maker = PromptMaker(tokenizer, files, config.seed, config.num_distractors)
-    chosen = results.chosen_lengths(subject, config)
+    chosen = results.chosen_lengths(eval_model, config)
     lengths = usable_lengths(maker, chosen, config.lengths is not None)
-    scorer = scorer or subject.scorer(config.precision, config.epsilon, config.scaling)
+    scorer = scorer or eval_model.scorer(config.precision, config.pruning_tolerance, config.scaling)
     started = time.perf_counter()
-    grid = score_grid(scorer, maker, tokenizer, lengths, config, subject.training_length)
+    grid = score_grid(scorer, maker, tokenizer, lengths, config, eval_model.training_length)
     seconds = time.perf_counter() - started
     example = maker.trial(lengths[0], 0)
     by_length = _by_length(grid, lengths, config.depths)
     result: dict[str, Any] = {
         "eval": NAME,
-        **results.run_facts(subject),
+        **results.run_facts(eval_model),
         "protocol": PROTOCOL,
         "lengths": lengths,
         "depths": list(config.depths),
@@ -240,10 +240,10 @@ def run_needle(
             {"above": low, "up_to": high, **tally.scores()}
             for (low, high), tally in sorted(grid.bins.items())
         ],
-        "inputs": results.inputs_of(subject, config, files),
+        "inputs": results.inputs_of(eval_model, config, files),
     }
     result["verdict"] = needle_verdict(result)
-    results.store(subject, NAME, result, _figures)
+    results.store(eval_model, NAME, result, _figures)
     return result
 
 

@@ -3,7 +3,7 @@
 A prompt of length T asks for A answer tokens, so it has T - A tokens: the answer's room is part of
 the length. It reads: haystack, needle (a line that states a number), haystack, question (that line
 up to the number). Distractors, lines of the needle's kind with other keys, are part of the
-haystack. No text is tokenised twice or joined before tokenising.
+haystack. No text is tokenized twice or joined before tokenizing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Trial:
     """One haystack with its key and answers; the needle goes to any depth."""
 
     haystack: np.ndarray
-    """`[room + needle]` token ids: the control's whole haystack."""
+    """`[answer_budget + needle]` token ids: the control's whole haystack."""
     needle: np.ndarray
     question: np.ndarray
     key: str
@@ -47,7 +47,7 @@ class Trial:
     """Keys and numbers of the lines of its kind in the haystack."""
 
     @property
-    def room(self) -> int:
+    def answer_budget(self) -> int:
         """Haystack tokens of a prompt with a needle."""
         return len(self.haystack) - len(self.needle)
 
@@ -62,17 +62,17 @@ class Trial:
         The position is depth x room, walked back to the nearest end of a line; where none is
         within LARGEST_WALK tokens, it is taken exactly.
         """
-        return place(self.line_ends, round(depth * self.room))
+        return place(self.line_ends, round(depth * self.answer_budget))
 
     def distance(self, depth: float) -> int:
         """Tokens from the needle's start to the end of the prompt."""
         position, _ = self.place(depth)
-        return len(self.needle) + self.room - position + len(self.question)
+        return len(self.needle) + self.answer_budget - position + len(self.question)
 
     def prompt(self, depth: float) -> np.ndarray:
         """The prompt with the needle at `depth`, `[length - answer tokens]`."""
         position, _ = self.place(depth)
-        before, after = self.haystack[:position], self.haystack[position : self.room]
+        before, after = self.haystack[:position], self.haystack[position : self.answer_budget]
         return np.concatenate([before, self.needle, after, self.question])
 
     def control(self) -> np.ndarray:

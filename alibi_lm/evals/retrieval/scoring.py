@@ -125,7 +125,7 @@ def score_all(
             items = [(index, False) for index in range(num_prompts(task, config))]
             items += [(index, True) for index in range(controls)]
             prompts = ((task.prompt(length, *item), item[1]) for item in items)
-            for batch in equal_batches(prompts, config.batch_tokens, scorer.num_replicas):
+            for batch in equal_batches(prompts, config.batch_tokens, scorer.dp_size):
                 for item, result in zip(batch, _ask(scorer, tokenizer, task, batch), strict=True):
                     counts.add(task.name, length, *item, *result)
                 bar.update(length * len(batch))
@@ -133,7 +133,7 @@ def score_all(
 
 
 def equal_batches(
-    items: Iterator[Item], batch_tokens: int, num_replicas: int = 1
+    items: Iterator[Item], batch_tokens: int, dp_size: int = 1
 ) -> Iterator[list[Item]]:
     """Batches of prompts of equal length, about `batch_tokens` for each replica of the model.
 
@@ -146,10 +146,10 @@ def equal_batches(
         size = len(item[0].tokens)
         waiting[size].append(item)
         held += size
-        if len(waiting[size]) >= num_replicas * max(1, batch_tokens // size):
+        if len(waiting[size]) >= dp_size * max(1, batch_tokens // size):
             held -= size * len(waiting[size])
             yield waiting.pop(size)
-        while held > 4 * num_replicas * batch_tokens:
+        while held > 4 * dp_size * batch_tokens:
             largest = max(waiting, key=lambda n: n * len(waiting[n]))
             held -= largest * len(waiting[largest])
             yield waiting.pop(largest)
@@ -166,7 +166,7 @@ def _ask(
     candidates = torch.empty(len(prompts), 1, 0, dtype=torch.int64)
     if closed:
         candidates = torch.tensor([prompt.candidates for prompt in prompts])
-    answers = scorer.answers(tokens, candidates, prompts[0].room)
+    answers = scorer.answers(tokens, candidates, prompts[0].answer_budget)
     best = answers.log_likelihoods.argmax(1).tolist() if closed else [None] * len(prompts)
     for prompt, choice, new in zip(prompts, best, answers.generated.tolist(), strict=True):
         if tokenizer.eos_id in new:

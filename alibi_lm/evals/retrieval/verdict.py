@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from alibi_lm.evals.statistics import CONFIDENCE, surely_more, wilson
+from alibi_lm.evals.statistics import CONFIDENCE, significantly_greater, wilson
 from alibi_lm.evals.verdicts import lengths_words, score_words
 
 RETRIEVAL_CAVEAT = (
@@ -41,10 +41,13 @@ class _Judge:
             if low > self._chance:
                 return True
         return any(
-            surely_more((group[kind]["correct"], trials), (self._control[kind], self._trials),
-                        self._confidence)
+            significantly_greater(
+                (group[kind]["correct"], trials),
+                (self._control[kind], self._trials),
+                self._confidence,
+            )
             for kind in kinds
-        )  # fmt: skip
+        )
 
 
 def task_verdict(

@@ -20,12 +20,12 @@ class GroupConfig:
     seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
     """train.seed of each model's runs. Equal seeds see the same samples: differences are paired."""
     lengths: list[int] = field(default_factory=list)
-    """Lengths to judge the models at: tokens, or items of generalisation tasks."""
+    """Lengths to judge the models at: tokens, or items of generalization tasks."""
     num_trials: int = 50
     """Prompts a cell, where prompts are put to the models."""
     max_tokens: int | None = None
     """Tokens of the validation corpora that are scored; by default all of long documents."""
-    null_targets: int = 2000
+    truncated_context_targets: int = 2000
     """Size of the sample on which the null model is scored."""
 
     def problems(self, key: str) -> Iterator[Problem]:
@@ -38,7 +38,7 @@ class GroupConfig:
         if self.models and (not self.lengths or min(self.lengths) < 1):
             yield Problem(f"{key}lengths", self.lengths, "is empty or not positive",
                           "give lengths of at least 1")  # fmt: skip
-        for name in ("num_trials", "max_tokens", "null_targets"):
+        for name in ("num_trials", "max_tokens", "truncated_context_targets"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 yield Problem(f"{key}{name}", value, "is not positive", "give at least 1")
@@ -87,7 +87,7 @@ class ClaimsConfig:
     """Language models of real text, judged by their losses past the training length."""
     recall: GroupConfig = field(default_factory=GroupConfig)
     """Models trained on the retrieval curriculum, judged by needles."""
-    generalisation: GroupConfig = field(default_factory=GroupConfig)
+    generalization: GroupConfig = field(default_factory=GroupConfig)
     """Models of copying, addition and sorting, judged past the trained number of items."""
     cost: CostConfig = field(default_factory=CostConfig)
     """Time and memory of a training step."""
@@ -97,5 +97,5 @@ class ClaimsConfig:
         return {
             "text": self.text,
             "recall": self.recall,
-            "generalisation": self.generalisation,
+            "generalization": self.generalization,
         }

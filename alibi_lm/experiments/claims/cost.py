@@ -16,7 +16,7 @@ from alibi_lm.config_loading import build, to_dict
 from alibi_lm.experiments.claims.config import CostConfig
 from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.decoder import Decoder
-from alibi_lm.model.layers import set_attention_epsilon
+from alibi_lm.model.layers import set_pruning_tolerance
 from alibi_lm.train.config import TrainConfig
 from alibi_lm.utils.logging import console
 from alibi_lm.utils.memory import (
@@ -54,7 +54,7 @@ def measure_cost(settings: CostConfig) -> dict[str, Any]:
             step()
             taken = time.perf_counter() - started
             seconds[scheme].setdefault(str(length), []).append(taken)
-        console.say(f"claims: cost, repetition {repeat + 1} of {settings.repeats}")
+        console.info(f"claims: cost, repetition {repeat + 1} of {settings.repeats}")
     memory = {
         scheme: {
             str(length): [_memory(settings, scheme, length) for _ in range(MEMORY_REPEATS)]
@@ -69,7 +69,7 @@ def measure_cost(settings: CostConfig) -> dict[str, Any]:
 def _step(settings: CostConfig, scheme: str, length: int) -> Callable[[], None]:
     model = build(ModelConfig, settings.model | {"position": scheme})
     decoder = Decoder(model).to(torch.bfloat16)
-    set_attention_epsilon(decoder, TrainConfig().attention_epsilon)
+    set_pruning_tolerance(decoder, TrainConfig().pruning_tolerance)
     optimizer = torch.optim.AdamW(decoder.parameters(), lr=1e-4, fused=True)
     size = (settings.tokens // length, length + 1)
     generator = torch.Generator().manual_seed(0)

@@ -82,10 +82,10 @@ class Evidence:
         return np.array(rates)
 
     def accuracy(self, model: str, *, beyond: bool, tasks: Sequence[str] = ()) -> np.ndarray:
-        """Mean exact-match accuracy `[seeds]` of generalisation tasks at numbers of items beyond
+        """Mean exact-match accuracy `[seeds]` of generalization tasks at numbers of items beyond
         the trained ones, or within them."""
         rates = []
-        for run in self.of("generalisation", model):
+        for run in self.of("generalization", model):
             cells = [
                 cell
                 for cell in run["cells"]

@@ -14,12 +14,12 @@ from tqdm import tqdm
 from alibi_lm.checkpoint.step import Step
 from alibi_lm.config_loading import build, to_dict
 from alibi_lm.data.indexed import TokenFile
-from alibi_lm.evals.config import GeneralisationConfig, NeedleConfig
+from alibi_lm.evals.config import GeneralizationConfig, NeedleConfig
 from alibi_lm.evals.generalization.evaluation import make_trials, score_trials
 from alibi_lm.evals.models.scorer import NativeScorer, native_scorer
 from alibi_lm.evals.perplexity import protocols
 from alibi_lm.evals.perplexity.documents import choose_documents, target_bytes
-from alibi_lm.evals.perplexity.truncated_context import cut_losses, draw, excess_rows
+from alibi_lm.evals.perplexity.truncated_context import cut_losses, draw, loss_gap_rows
 from alibi_lm.evals.perplexity.windows import non_overlapping_windows
 from alibi_lm.evals.retrieval.needle import score_grid
 from alibi_lm.evals.retrieval.needle_prompts import PromptMaker
@@ -27,7 +27,7 @@ from alibi_lm.experiments.claims.config import GroupConfig
 from alibi_lm.experiments.claims.training import Member
 from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.decoder import Decoder
-from alibi_lm.model.inference.kv_cache import Cache, LayerCache
+from alibi_lm.model.inference.kv_cache import KVCache, LayerKVCache
 from alibi_lm.utils.files import stored_object, write_json
 
 EVIDENCE = "claims_evidence.json"
@@ -47,7 +47,7 @@ def measured(
         "lengths": settings.lengths,
         "num_trials": settings.num_trials,
         "max_tokens": settings.max_tokens,
-        "null_targets": settings.null_targets,
+        "truncated_context_targets": settings.truncated_context_targets,
     }
     stored = stored_object(path)
     if stored and stored.get("inputs") == inputs:
@@ -85,11 +85,11 @@ def measure_text(step: Step, settings: GroupConfig) -> dict[str, Any]:
             for shift, change in shift_differences(decoder, documents[0], trained).items()
         },
     }
-    sample = draw(documents, settings.null_targets, seed=0)
+    sample = draw(documents, settings.truncated_context_targets, seed=0)
     cut = cut_losses(scorer, documents, sample, trained, lengths, BATCH_TOKENS)
     observed = np.stack([sample.of(losses[length]) for length in lengths])
-    rows = excess_rows(sample, observed, cut, lengths, trained)
-    found["excess"] = {str(row["length"]): row["excess"] for row in rows}
+    rows = loss_gap_rows(sample, observed, cut, lengths, trained)
+    found["loss_gap"] = {str(row["length"]): row["loss_gap"] for row in rows}
     if step.config.model.position == "alibi":
         model = build(ModelConfig, to_dict(step.config.model) | {"window": trained})
         windowed = NativeScorer(step.decoder(model=model))
@@ -137,11 +137,11 @@ def measure_recall(step: Step, settings: GroupConfig) -> dict[str, Any]:
     return {"variants": found}
 
 
-def measure_generalisation(step: Step, settings: GroupConfig) -> dict[str, Any]:
+def measure_generalization(step: Step, settings: GroupConfig) -> dict[str, Any]:
     """Exact answers to longer problems than were trained, by task and number of items."""
     tokenizer = step.tokenizer()
     assert tokenizer is not None
-    config = GeneralisationConfig(lengths=settings.lengths, num_trials=settings.num_trials)
+    config = GeneralizationConfig(lengths=settings.lengths, num_trials=settings.num_trials)
     scorer = native_scorer(step, "fp32")
     cells = []
     for task in config.tasks:
@@ -152,7 +152,7 @@ def measure_generalisation(step: Step, settings: GroupConfig) -> dict[str, Any]:
     return {"cells": cells, "trained_items": config.trained_items}
 
 
-class _ShiftedLayer(LayerCache):
+class _ShiftedLayer(LayerKVCache):
     """Holds nothing, but says that so many tokens came before."""
 
     def __init__(self, shift: int) -> None:
@@ -163,7 +163,7 @@ class _ShiftedLayer(LayerCache):
         return keys, values
 
 
-class _Shifted(Cache):
+class _Shifted(KVCache):
     def __init__(self, num_layers: int, shift: int) -> None:
         super().__init__(num_layers)
         self.layers = [_ShiftedLayer(shift) for _ in range(num_layers)]
@@ -188,6 +188,6 @@ def shift_differences(decoder: Decoder, document: np.ndarray, length: int) -> di
 MEASURES: dict[str, Callable[[Step, GroupConfig], dict[str, Any]]] = {
     "text": measure_text,
     "recall": measure_recall,
-    "generalisation": measure_generalisation,
+    "generalization": measure_generalization,
 }
 """What is measured on the runs of each group."""

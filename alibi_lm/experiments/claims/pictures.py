@@ -42,10 +42,10 @@ def pictures(evidence: Evidence) -> dict[str, Figure]:
             "Needles found by ranking (10% by chance)", "distance (tokens)",
             "share found", distances, shares, trained,
         )  # fmt: skip
-    items = _generalisation_series(evidence)
+    items = _generalization_series(evidence)
     if items is not None:
         counts, shares, trained = items
-        found["generalisation"] = _figure(
+        found["generalization"] = _figure(
             "Exact answers, mean over tasks", "items of the problem", "share right", counts,
             shares, trained, log_x=False,
         )  # fmt: skip
@@ -80,16 +80,16 @@ def _by_distance(cells: Sequence[Mapping[str, float]]) -> dict[int, float]:
     return {edge: right / trials for edge, (right, trials) in counts.items()}
 
 
-def _generalisation_series(evidence: Evidence) -> tuple[list[int], Series, int] | None:
-    names = [model for group, model in evidence.runs if group == "generalisation"]
+def _generalization_series(evidence: Evidence) -> tuple[list[int], Series, int] | None:
+    names = [model for group, model in evidence.runs if group == "generalization"]
     if not names:
         return None
-    first = evidence.of("generalisation", names[0])[0]
+    first = evidence.of("generalization", names[0])[0]
     counts = sorted({int(cell["items"]) for cell in first["cells"]})
     series = {
         name: np.array([
             [np.mean([c["rate"] for c in run["cells"] if c["items"] == n]) for n in counts]
-            for run in evidence.of("generalisation", name)
+            for run in evidence.of("generalization", name)
         ])
         for name in names
     }  # fmt: skip
@@ -102,11 +102,11 @@ def _figure(
 ) -> Figure:  # fmt: skip
     figure, axes = axes_of(9, 4.6)
     for index, (name, values) in enumerate(series.items()):
-        colour, dashes = SERIES[index % len(SERIES)], "-" if index < len(SERIES) else "--"
+        color, dashes = SERIES[index % len(SERIES)], "-" if index < len(SERIES) else "--"
         for own in values:
-            axes.plot(points, own, color=colour, linewidth=0.6, alpha=0.35, linestyle=dashes)
+            axes.plot(points, own, color=color, linewidth=0.6, alpha=0.35, linestyle=dashes)
         mean = np.exp(np.log(values).mean(0)) if log else values.mean(0)
-        axes.plot(points, mean, color=colour, linewidth=2, marker="o", markersize=4.5,
+        axes.plot(points, mean, color=color, linewidth=2, marker="o", markersize=4.5,
                   linestyle=dashes, label=name)  # fmt: skip
     axes.axvline(trained, color=TRAINING, linestyle="--", linewidth=1.3, label="trained")
     if log:

@@ -63,9 +63,9 @@ def run_claims(
     evidence.cost = _cost(suite) if train else _stored_cost(suite)
     rows = write_page(suite, str(path), evidence)
     for row in rows:
-        console.say(f"{row['verdict']:<25} {row['statement']}")
-        console.say(f"{'':<25} {row['text']}")
-    console.say(f"claims: {Path(suite.results) / PAGE}")
+        console.info(f"{row['verdict']:<25} {row['statement']}")
+        console.info(f"{'':<25} {row['text']}")
+    console.info(f"claims: {Path(suite.results) / PAGE}")
     return rows
 
 
@@ -97,5 +97,5 @@ def _cost(suite: ClaimsConfig) -> dict[str, Any] | None:
         found = {**measure_cost(suite.cost), "settings": to_dict(suite.cost)}
         write_json(Path(suite.work) / COST, found)
     for line in cost_lines(found):
-        console.say(line)
+        console.info(line)
     return found

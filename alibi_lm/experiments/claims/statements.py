@@ -90,7 +90,7 @@ def _order(evidence: Evidence) -> Finding:
         f"{name} {math.exp(float(own.mean())):.2f}" for name, own in zip(names, losses, strict=True)
     )
     gaps = ", ".join(shown(step) for step in steps)
-    text = f"At {length}: {perplexities}; steps between neighbours {gaps} nats."
+    text = f"At {length}: {perplexities}; steps between neighbors {gaps} nats."
     return Finding(all_of(*(above(step, 0.0) for step in steps)), text)
 
 
@@ -173,12 +173,12 @@ def _best_near_double(evidence: Evidence) -> Finding:
 def _early_tokens(evidence: Evidence) -> Finding:
     trained, longest = evidence.trained("alibi"), evidence.lengths("alibi")[-1]
     gain = estimate(evidence.losses("alibi", trained) - evidence.losses("alibi", longest))
-    excess = estimate([run["excess"][str(longest)] for run in evidence.of("text", "alibi")])
+    loss_gap = estimate([run["loss_gap"][str(longest)] for run in evidence.of("text", "alibi")])
     text = (
         f"Gain from {trained} to {longest:,}: {shown(gain, 4)} nats; loss at {longest:,} less that "
-        f"with the input cut to {trained}: {shown(excess, 4)} nats."
+        f"with the input cut to {trained}: {shown(loss_gap, 4)} nats."
     )
-    verdict, gained = above(excess, -0.01), above(gain, 0.0)
+    verdict, gained = above(loss_gap, -0.01), above(gain, 0.0)
     if verdict != "refuted" and gained == "refuted":
         raise Missing(f"There is no gain to explain. {text.removesuffix('.')}")
     return Finding(all_of(verdict, gained) if verdict == "confirmed" else verdict, text)
@@ -273,11 +273,11 @@ def _scaled_recall(evidence: Evidence) -> Finding:
 
 
 def _reasoning(evidence: Evidence) -> Finding:
-    names = [model for group, model in evidence.runs if group == "generalisation"]
+    names = [model for group, model in evidence.runs if group == "generalization"]
     if not {"nope", "alibi"} <= set(names):
-        raise Missing("the suite has no generalisation models nope and alibi")
+        raise Missing("the suite has no generalization models nope and alibi")
     every = dict.fromkeys(
-        cell["task"] for cell in evidence.of("generalisation", "nope")[0]["cells"]
+        cell["task"] for cell in evidence.of("generalization", "nope")[0]["cells"]
     )
     within = {
         (name, task): float(evidence.accuracy(name, beyond=False, tasks=[task]).mean())
@@ -351,7 +351,7 @@ CLAIMS: tuple[Claim, ...] = (
     Claim("nope-recall", "Without positions, retrieval reaches farther than with ALiBi.",
           "Kazemnejad et al. 2023", "mean reciprocal rank .69 against .50, ten tasks",
           "difference above 0", _nope_recall),
-    Claim("nope-reasoning", "Copying, addition and sorting generalise to longer inputs better "
+    Claim("nope-reasoning", "Copying, addition and sorting generalize to longer inputs better "
           "without positions than with ALiBi.", "Kazemnejad et al. 2023",
           "trained on 20 items, asked up to 40: NoPE first, then T5, ALiBi, rotary, absolute",
           "difference above 0", _reasoning),

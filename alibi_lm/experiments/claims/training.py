@@ -135,7 +135,7 @@ def train_all(runs: Sequence[Member], jobs: int, environment: Mapping[str, str])
     waiting = [member for member in runs if not is_finished(member, whole=True)]
     done = len(runs) - len(waiting)
     if done:
-        console.say(f"claims: {done} of {len(runs)} runs are trained already")
+        console.info(f"claims: {done} of {len(runs)} runs are trained already")
     failed: list[Problem] = []
     threads = max(1, len(os.sched_getaffinity(0)) // jobs)
     own = {**environment, "OMP_NUM_THREADS": str(threads)}
@@ -146,14 +146,14 @@ def train_all(runs: Sequence[Member], jobs: int, environment: Mapping[str, str])
                 failed.append(problem)
                 console.warn(f"claims: could not train {name}")
             else:
-                console.say(f"claims: trained {name}")
+                console.info(f"claims: trained {name}")
     if failed:
         raise CheckpointError(*failed)
 
 
 def _train(member: Member, environment: Mapping[str, str]) -> Problem | None:
     member.folder.mkdir(parents=True, exist_ok=True)
-    console.say(f"claims: training {member.name}, log in {member.folder / 'train.log'}")
+    console.info(f"claims: training {member.name}, log in {member.folder / 'train.log'}")
     path = member.folder / CONFIG
     write_text(path, to_yaml(to_dict(member.config)))
     result = subprocess.run(

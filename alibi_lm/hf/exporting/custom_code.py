@@ -1,4 +1,4 @@
-"""Exports with a modelling file of our own, for what no class of `transformers` holds."""
+"""Exports with a modeling file of our own, for what no class of `transformers` holds."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from alibi_lm.hf.exporting.weights import StepWeights, same_bits
-from alibi_lm.hf.parity.check import LARGEST_PROMPT, MULTIPLES, NEW_TOKENS, Proof
+from alibi_lm.hf.parity.check import LARGEST_PROMPT, MULTIPLES, NEW_TOKENS, ParityLevel
 from alibi_lm.hf.parity.logits import TOLERANCE, compare_greedy
 from alibi_lm.hf.parity.transformers_reference import Mismatch, quiet
-from alibi_lm.hf.specs.base import Layout, Tensors
+from alibi_lm.hf.specs.base import ExportSpec, Tensors
 from alibi_lm.hf.weights_reader import SourceFolder
 from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.decoder import Decoder
@@ -39,7 +39,7 @@ def _config(model: ModelConfig, max_length: int) -> dict[str, Any]:
             "AutoConfig": f"{module}.AlibiLmConfig",
             "AutoModelForCausalLM": f"{module}.AlibiLmForCausalLM",
         },
-        "shape": model.shape,
+        "architecture": model.architecture,
         "num_hidden_layers": model.num_layers,
         "hidden_size": model.hidden_size,
         "num_attention_heads": model.num_heads,
@@ -52,12 +52,12 @@ def _config(model: ModelConfig, max_length: int) -> dict[str, Any]:
     }
 
 
-CODE = Layout("alibi_lm", "AlibiLmForCausalLM", _tensors, _config)
-"""The layout of our own modelling file: canonical names and shapes."""
+CODE = ExportSpec("alibi_lm", "AlibiLmForCausalLM", _tensors, _config)
+"""The layout of our own modeling file: canonical names and shapes."""
 
 
 def write_code(folder: Path) -> None:
-    """Put the modelling file into an exported folder."""
+    """Put the modeling file into an exported folder."""
     with as_file(files("alibi_lm.hf.exporting").joinpath(FILE)) as path:
         shutil.copyfile(path, folder / FILE)
 
@@ -66,7 +66,7 @@ def prove_code(
     folder: Path,
     model: ModelConfig,
     weights: StepWeights,
-    proof: Proof,
+    parity: ParityLevel,
     texts: tuple[Tensor, str],
     length: int,
     name: Path,
@@ -85,10 +85,10 @@ def prove_code(
     Raises:
         CheckpointError: anything differs.
     """
-    facts: dict[str, Any] = {"kind": "weights" if proof == "weights" else "logits", "logits": []}
+    facts: dict[str, Any] = {"kind": "weights" if parity == "weights" else "logits", "logits": []}
     try:
         facts["tensors_equal"] = _equal_tensors(folder, weights)
-        if proof != "weights":
+        if parity != "weights":
             tokens, facts["tokens"] = texts
             facts |= {"tolerance": TOLERANCE} | _compare(folder, model, weights, tokens, length)
     except Mismatch as mismatch:

@@ -23,28 +23,28 @@ from alibi_lm.hf.manifest import FACTS, check_own_files, file_digests
 from alibi_lm.hf.parity.check import (
     MULTIPLES,
     Pair,
-    Proof,
+    ParityLevel,
+    check_export_parity,
     choose,
-    prove_export,
     prove_tokenizer,
     sample_tokens,
     told,
 )
-from alibi_lm.hf.parity.transformers_reference import stock_config
-from alibi_lm.hf.specs.base import Layout, TokenIds, check_code, check_model, config_json
-from alibi_lm.hf.specs.bloom import BLOOM, BLOOM_READING
-from alibi_lm.hf.specs.mpt import MPT, MPT_READING
+from alibi_lm.hf.parity.transformers_reference import reference_config
+from alibi_lm.hf.specs.base import ExportSpec, TokenIds, check_code, check_model, config_json
+from alibi_lm.hf.specs.bloom import BLOOM, BLOOM_IMPORT
+from alibi_lm.hf.specs.mpt import MPT, MPT_IMPORT
 from alibi_lm.hf.weights_reader import SourceFolder, read_json
 from alibi_lm.model.flops import num_parameters
-from alibi_lm.utils.atomic_directory import new_folder
+from alibi_lm.utils.atomic_directory import atomic_directory
 from alibi_lm.utils.errors import CheckpointError, ConfigError, Problem
 from alibi_lm.utils.files import write_json, write_text
 from alibi_lm.utils.logging import console
 from alibi_lm.utils.progress import Progress
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-READINGS = {"mpt": MPT_READING, "bloom": BLOOM_READING}
-LAYOUTS = {layout.name: layout for layout in (MPT, BLOOM)}
+READINGS = {"mpt": MPT_IMPORT, "bloom": BLOOM_IMPORT}
+LAYOUTS = {export_spec.name: export_spec for export_spec in (MPT, BLOOM)}
 SMALLEST_MAX_LENGTH = 65_536
 """The stock MPT class makes a bias of max_seq_len per head at every call (16 heads: 4 MiB, about
 1 ms here) and stops at inputs longer than that; its own T x T scores end much earlier."""
@@ -71,7 +71,7 @@ def export(
     format: Literal["mpt", "bloom"] | str | None = None,
     tokenizer: bool = True,
     shard_bytes: int = SHARD_BYTES,
-    proof: Proof | str | None = None,
+    parity: ParityLevel | str | None = None,
     with_code: bool = False,
 ) -> dict[str, Any]:
     """Write `step` as a Hugging Face folder `out` and prove that stock `transformers` agrees.
@@ -87,10 +87,10 @@ def export(
         format: the class to write for; by default the one that fits the model's shape.
         tokenizer: whether the run's tokenizer, if it has one, is exported too.
         shard_bytes: largest size of a weights file.
-        proof: what is compared, see `proof.Proof`; by default logits, one block at a time where
-            memory is short for both models (with our own modelling file, bits only). What only
-            one tensor is needed for at a time, the writing above all, holds no more.
-        with_code: write our own modelling file, for `trust_remote_code`, beside the weights. It
+        parity: what is compared, see `parity.ParityLevel`; by default logits, one block at a
+            time where memory is short for both models (with our own modeling file, bits only).
+            What only one tensor is needed for at a time, the writing above all, holds no more.
+        with_code: write our own modeling file, for `trust_remote_code`, beside the weights. It
             holds every model, those too that no stock class does.
 
     Returns:
@@ -101,25 +101,25 @@ def export(
         CheckpointError: `out` holds something else or a damaged export, the proof fails, or there
             is no room.
     """
-    layout = _layout(step, dtype, format, with_code)
-    kind = _kind(proof, step, layout)
+    export_spec = _layout(step, dtype, format, with_code)
+    kind = _kind(parity, step, export_spec)
     source = tokenizer and step.tokenizer() is not None
-    settings = {"format": layout.name, "dtype": dtype, "tokenizer": source}
+    settings = {"format": export_spec.name, "dtype": dtype, "tokenizer": source}
     with Progress("digest of the weights", 4 * num_parameters(step.config.model)) as progress:
         digest = step.weights_digest(progress.advance)
     wanted = {"checkpoint": {"step": step.step, "weights": digest}, "settings": settings}
     done = _existing(out, wanted)
     if done is not None:
         _check_done(out)
-        console.say(f"export {out}: already made from step {step.step:,}")
+        console.info(f"export {out}: already made from step {step.step:,}")
         return done
-    with new_folder(out) as folder:
-        facts = _write(step, layout, folder, out, wanted, shard_bytes, kind)
-    console.say(f"export {out}: {layout.class_name}, {dtype}; {told(facts['proof'])}")
+    with atomic_directory(out) as folder:
+        facts = _write(step, export_spec, folder, out, wanted, shard_bytes, kind)
+    console.info(f"export {out}: {export_spec.class_name}, {dtype}; {told(facts['proof'])}")
     return facts
 
 
-def _layout(step: Step, dtype: str, format: str | None, with_code: bool) -> Layout:
+def _layout(step: Step, dtype: str, format: str | None, with_code: bool) -> ExportSpec:
     problems = []
     if dtype not in DTYPES:
         problems.append(Problem("dtype", dtype, f"is not one of {', '.join(DTYPES)}",
@@ -135,22 +135,22 @@ def _layout(step: Step, dtype: str, format: str | None, with_code: bool) -> Layo
     if with_code:
         check_code(step.config.model)
         return CODE
-    layout = LAYOUTS[format or step.config.model.shape]
-    check_model(step.config.model, layout)
-    return layout
+    export_spec = LAYOUTS[format or step.config.model.architecture]
+    check_model(step.config.model, export_spec)
+    return export_spec
 
 
-def _kind(proof: Proof | str | None, step: Step, layout: Layout) -> Proof:
+def _kind(parity: ParityLevel | str | None, step: Step, export_spec: ExportSpec) -> ParityLevel:
     """The proof asked for, or the one that memory is enough for.
 
     Raises:
         ConfigError: there is no such proof, or not of this layout.
     """
-    kind = choose(proof, step.config.model)
-    if layout is CODE and kind == "layers":
-        if proof is not None:
-            rule = "takes a stock class apart, and this is our own modelling file"
-            raise ConfigError(Problem("proof", proof, rule, "choose logits or weights"))
+    kind = choose(parity, step.config.model)
+    if export_spec is CODE and kind == "blockwise":
+        if parity is not None:
+            rule = "takes a stock class apart, and this is our own modeling file"
+            raise ConfigError(Problem("parity", parity, rule, "choose logits or weights"))
         console.warn("memory does not hold both models: bits are compared, and logits are not")
         return "weights"
     return kind
@@ -189,12 +189,12 @@ def _check_done(out: Path) -> None:
 
 def _write(
     step: Step,
-    layout: Layout,
+    export_spec: ExportSpec,
     folder: Path,
     out: Path,
     wanted: dict[str, Any],
     shard_bytes: int,
-    kind: Proof,
+    kind: ParityLevel,
 ) -> dict[str, Any]:
     """Fill the folder, prove it, and return the facts that it holds."""
     dtype = DTYPES[wanted["settings"]["dtype"]]
@@ -210,18 +210,18 @@ def _write(
     if kept:
         ids = TokenIds(kept["eos_token_id"], kept["pad_token_id"])
         max_length = kept.get("max_seq_len", max_length)
-    content = config_json(layout, model, max_length, name, ids, kept)
+    content = config_json(export_spec, model, max_length, name, ids, kept)
     write_json(folder / "config.json", content)
     write_json(folder / "generation_config.json", _generation_config(ids))
     meta = unset_weights(model)
-    shapes = {name: tuple(tensor.shape) for name, tensor in layout.tensors(model, meta)}
+    shapes = {name: tuple(tensor.shape) for name, tensor in export_spec.tensors(model, meta)}
     with step.reader() as reader:
         weights = StepWeights(reader, dtype)
         with weights.progress("write"):
-            write_shards(folder, shapes, layout.tensors(model, weights), dtype, shard_bytes)
-        proof = _proved(step, layout, folder, out, weights, kind)
+            write_shards(folder, shapes, export_spec.tensors(model, weights), dtype, shard_bytes)
+        parity = _proved(step, export_spec, folder, out, weights, kind)
     if tokenizer is not None:
-        proof["tokenizer"] = prove_tokenizer(step, tokenizer, folder, out)
+        parity["tokenizer"] = prove_tokenizer(step, tokenizer, folder, out)
     facts = {
         **wanted,
         "run": step.run_folder.name,
@@ -229,31 +229,36 @@ def _write(
         "max_length": max_length,
         "training_length": length,
         "tokenizer_digest": None if tokenizer is None else tokenizer.digest,
-        "proof": proof,
+        "parity": parity,
         "versions": {name: version(name) for name in ("alibi_lm", "torch", "transformers",
                                                       "tokenizers", "safetensors")},
         "files": file_digests(folder),
     }  # fmt: skip
-    write_text(folder / "README.md", model_card(step, facts, layout))
+    write_text(folder / "README.md", model_card(step, facts, export_spec))
     write_json(folder / FACTS, facts)
     return facts
 
 
 def _proved(
-    step: Step, layout: Layout, folder: Path, out: Path, weights: StepWeights, kind: Proof
+    step: Step,
+    export_spec: ExportSpec,
+    folder: Path,
+    out: Path,
+    weights: StepWeights,
+    kind: ParityLevel,
 ) -> dict[str, Any]:
     model = step.config.model
-    if layout is CODE:
+    if export_spec is CODE:
         write_code(folder)
         length = min(step.config.train.sequence_length, model.max_positions or sys.maxsize)
         longest = min(max(MULTIPLES) * length, model.max_positions or sys.maxsize)
         texts = sample_tokens(step, longest, model)
         return prove_code(folder, model, weights, kind, texts, length, out)
-    reading = replace(READINGS[layout.name], layout=layout)
-    config = stock_config(folder, read_json(folder, "config.json"), reading)
-    with SourceFolder(folder, reading.prefix) as source:
-        pair = Pair(folder, source, reading, config, model, weights)
-        return prove_export(step, pair, kind, out)
+    import_spec = replace(READINGS[export_spec.name], export_spec=export_spec)
+    config = reference_config(folder, read_json(folder, "config.json"), import_spec)
+    with SourceFolder(folder, import_spec.prefix) as source:
+        pair = Pair(folder, source, import_spec, config, model, weights)
+        return check_export_parity(step, pair, kind, out)
 
 
 def _generation_config(ids: TokenIds) -> dict[str, Any]:

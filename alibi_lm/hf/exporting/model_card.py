@@ -13,12 +13,12 @@ import jinja2
 
 from alibi_lm.checkpoint.step import Step
 from alibi_lm.data.manifest import manifest_for
-from alibi_lm.hf.specs.base import Layout
+from alibi_lm.hf.specs.base import ExportSpec
 
 TEMPLATE = "card.md"
 
 
-def model_card(step: Step, facts: Mapping[str, Any], layout: Layout) -> str:
+def model_card(step: Step, facts: Mapping[str, Any], export_spec: ExportSpec) -> str:
     """The card as Markdown with a YAML header.
 
     Args:
@@ -37,7 +37,7 @@ def model_card(step: Step, facts: Mapping[str, Any], layout: Layout) -> str:
         step=step,
         model=step.config.model,
         train=step.config.train,
-        layout=layout,
+        export_spec=export_spec,
         facts=facts,
         tokens=step.meta.get("tokens"),
         data=_data(step),

@@ -21,13 +21,13 @@ _CACHE = "cache" if "cache" in _FIELDS else "past_key_values"  # renamed in tran
 
 
 class AlibiLmConfig(PretrainedConfig):
-    """The shape of the decoder."""
+    """The architecture of the decoder."""
 
     model_type = "alibi_lm"
 
     def __init__(
         self,
-        shape: str = "mpt",
+        architecture: str = "mpt",
         num_hidden_layers: int = 2,
         hidden_size: int = 64,
         num_attention_heads: int = 4,
@@ -41,7 +41,7 @@ class AlibiLmConfig(PretrainedConfig):
         **kwargs: Any,
     ) -> None:
         """Keep the settings."""
-        self.shape, self.position, self.window = shape, position, window
+        self.architecture, self.position, self.window = architecture, position, window
         self.num_hidden_layers, self.hidden_size = num_hidden_layers, hidden_size
         self.num_attention_heads, self.num_key_value_heads = (
             num_attention_heads,
@@ -72,7 +72,7 @@ def _buckets(distances: Tensor) -> Tensor:
 
 
 def _norm(config: AlibiLmConfig) -> nn.LayerNorm:
-    bias = config.shape == "bloom"
+    bias = config.architecture == "bloom"
     return nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon, bias=bias)
 
 
@@ -83,7 +83,7 @@ class Embedding(nn.Module):
         super().__init__()
         self.config = config
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
-        if config.shape == "bloom":
+        if config.architecture == "bloom":
             self.norm = _norm(config)
         if config.position == "learned":
             self.position = nn.Parameter(torch.empty(config.max_positions or 0, config.hidden_size))
@@ -99,7 +99,7 @@ class Embedding(nn.Module):
             if int(positions.max()) >= len(self.position):
                 raise ValueError(f"the model has {len(self.position)} positions only")
             hidden = hidden + self.position[positions]
-        return self.norm(hidden) if self.config.shape == "bloom" else hidden
+        return self.norm(hidden) if self.config.architecture == "bloom" else hidden
 
 
 class Attention(nn.Module):
@@ -114,7 +114,7 @@ class Attention(nn.Module):
             config.hidden_size,
         )
         self.head_dim = width // heads
-        bias = config.shape == "bloom"
+        bias = config.architecture == "bloom"
         self.widths = [width, groups * self.head_dim, groups * self.head_dim]
         self.qkv = nn.Linear(width, sum(self.widths), bias=bias)
         self.output = nn.Linear(width, width, bias=bias)
@@ -161,8 +161,8 @@ class MLP(nn.Module):
 
     def __init__(self, config: AlibiLmConfig) -> None:
         super().__init__()
-        bias, width = config.shape == "bloom", config.hidden_size
-        self.approximate = "tanh" if config.shape == "bloom" else "none"
+        bias, width = config.architecture == "bloom", config.hidden_size
+        self.approximate = "tanh" if config.architecture == "bloom" else "none"
         self.up = nn.Linear(width, 4 * width, bias=bias)
         self.down = nn.Linear(4 * width, width, bias=bias)
 

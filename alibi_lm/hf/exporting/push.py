@@ -93,13 +93,13 @@ def push(folder: Path, repo: str, *, private: bool = True, dry_run: bool = False
     kind = "private" if private else "public"
     if dry_run:
         for name, size in files.items():
-            console.say(f"{size:>16,} bytes  {name}")
+            console.info(f"{size:>16,} bytes  {name}")
     told = f"{len(files)} files, {sum(files.values()):,} bytes of {folder}"
     if dry_run:
-        console.say(f"push {repo}: {told} would be uploaded ({kind}, if made); nothing was sent")
+        console.info(f"push {repo}: {told} would be uploaded ({kind}, if made); nothing was sent")
         return None
     address = _upload(folder, repo, list(files), private)
-    console.say(f"push {repo}: {told}; {address}")
+    console.info(f"push {repo}: {told}; {address}")
     return address
 
 

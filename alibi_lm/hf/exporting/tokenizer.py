@@ -214,7 +214,7 @@ def _unigram_model(proto: Any) -> dict[str, Any]:
 
 
 def _added_tokens(proto: Any) -> list[dict[str, Any]]:
-    """BPE's user-defined pieces: found whole in the normalised text, before any merge."""
+    """BPE's user-defined pieces: found whole in the normalized text, before any merge."""
     if proto.trainer_spec.model_type != _BPE:
         return []
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "special": False}
@@ -224,7 +224,7 @@ def _added_tokens(proto: Any) -> list[dict[str, Any]]:
 
 
 def _normalizer(spec: Any) -> dict[str, Any] | None:
-    """sentencepiece's normalisation in its order: characters, spaces, dummy prefix."""
+    """sentencepiece's normalization in its order: characters, spaces, dummy prefix."""
     steps: list[dict[str, Any]] = []
     if spec.precompiled_charsmap:
         charsmap = base64.b64encode(spec.precompiled_charsmap).decode("ascii")

@@ -78,7 +78,7 @@ def check_heads(
             f"is not what the weights were trained with: a text costs {found[claimed]:.2f} nats a "
             f"token with it, and {found[best]:.2f} with {best} heads"
         )
-        fix = "restore it, or import with --proof weights, which computes nothing"
+        fix = "restore it, or import with --parity weights, which computes nothing"
         key = f"{folder}/config.json: number of heads"
         raise CheckpointError(Problem(key, claimed, rule, fix))
     return {str(count): value for count, value in found.items()}

@@ -30,21 +30,21 @@ from alibi_lm.hf.exporting.shards import SHARD_BYTES
 from alibi_lm.hf.exporting.weights import StepWeights, unset_weights
 from alibi_lm.hf.importing.head_count import check_heads
 from alibi_lm.hf.manifest import check_own_files
-from alibi_lm.hf.parity.check import Pair, choose, prove_import, told
-from alibi_lm.hf.parity.transformers_reference import stock_config
-from alibi_lm.hf.specs.base import KEPT, Reading
-from alibi_lm.hf.specs.bloom import BLOOM_READING
-from alibi_lm.hf.specs.mpt import MPT_READING
+from alibi_lm.hf.parity.check import Pair, check_import_parity, choose, told
+from alibi_lm.hf.parity.transformers_reference import reference_config
+from alibi_lm.hf.specs.base import KEPT, ImportSpec
+from alibi_lm.hf.specs.bloom import BLOOM_IMPORT
+from alibi_lm.hf.specs.mpt import MPT_IMPORT
 from alibi_lm.hf.weights_reader import SourceFolder, inside, read_json
 from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.layers import LAYER_NORM_EPSILON, vocab_size
-from alibi_lm.utils.atomic_directory import new_folder
+from alibi_lm.utils.atomic_directory import atomic_directory
 from alibi_lm.utils.errors import CheckpointError, ConfigError, DataError, Problem
 from alibi_lm.utils.files import sha256, write_json, write_text
 from alibi_lm.utils.logging import console
 from alibi_lm.utils.progress import Progress
 
-READINGS = {reading.layout.name: reading for reading in (BLOOM_READING, MPT_READING)}
+READINGS = {import_spec.export_spec.name: import_spec for import_spec in (BLOOM_IMPORT, MPT_IMPORT)}
 DEFAULT_LENGTH = 2048
 """Training length of a model whose config tells of none."""
 _ELEMENTS_AT_ONCE = 1 << 22
@@ -57,7 +57,7 @@ def import_folder(
     overrides: Sequence[str] = (),
     tokenizer: bool = True,
     allow_pickle: bool = False,
-    proof: str | None = None,
+    parity: str | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> dict[str, Any]:
     """Write the BLOOM or MPT model of `folder` as the run folder `run`, and prove it the same.
@@ -73,7 +73,7 @@ def import_folder(
         overrides: `section.key=value` for the run's config, for example `data.validation`.
         tokenizer: whether the folder's tokenizer, if it has one, is taken over.
         allow_pickle: whether pickled weights are read (tensors only).
-        proof: see `proof.prove_import`.
+        proof: see `parity.check_import_parity`.
         shard_bytes: largest size of a file of the checkpoint, one tensor aside.
 
     Returns:
@@ -88,48 +88,48 @@ def import_folder(
     if not folder.is_dir():
         raise CheckpointError(Problem(str(folder), None, "no such folder", "check the path"))
     raw = read_json(folder, "config.json")
-    reading = reading_of(folder, raw)
-    theirs = checked_config(folder, raw, reading)
+    import_spec = import_spec_of(folder, raw)
+    theirs = checked_config(folder, raw, import_spec)
     check_own_files(folder)
     found = folder_tokenizer(folder) if tokenizer else None
-    config = run_config(folder, run, reading, theirs, found, overrides)
-    kept = dict(_kept(reading, theirs))
+    config = run_config(folder, run, import_spec, theirs, found, overrides)
+    kept = dict(_kept(import_spec, theirs))
     with (
-        SourceFolder(folder, reading.prefix, allow_pickle=allow_pickle) as source,
-        new_folder(run) as partial,
+        SourceFolder(folder, import_spec.prefix, allow_pickle=allow_pickle) as source,
+        atomic_directory(run) as partial,
     ):
-        names = tensor_names(folder, source, reading, config)
-        kind = choose(proof, config.model)
+        names = tensor_names(folder, source, import_spec, config)
+        kind = choose(parity, config.model)
         nats = None
         if kind == "logits":  # memory holds whole models, and more than bits is asked for
 
             def weight(model: ModelConfig, name: str) -> Tensor:
-                return canonical(reading, model, name, source.tensor(names[name][0]))
+                return canonical(import_spec, model, name, source.tensor(names[name][0]))
 
             nats = check_heads(folder, config, found, weight)
         step = partial / CHECKPOINTS / step_name(0)
         step.mkdir(parents=True)
         imported = {
-            "class": reading.layout.class_name,
+            "class": import_spec.export_spec.class_name,
             "source": folder.resolve().name,
             "config": kept,
             "nats_by_heads": nats,
         }
-        _write_step(step, source, reading, config, names, found, imported, shard_bytes)
+        _write_step(step, source, import_spec, config, names, found, imported, shard_bytes)
         write_text(step.parent / LATEST, step.name + "\n")
         write_text(partial / CONFIG, to_yaml(config))
         written = open_run(partial)
         with written.reader() as reader:
             weights = StepWeights(reader)
-            pair = Pair(folder, source, reading, theirs, config.model, weights)
-            facts = prove_import(pair, kind)
-        imported["proof"] = facts
+            pair = Pair(folder, source, import_spec, theirs, config.model, weights)
+            facts = check_import_parity(pair, kind)
+        imported["parity"] = facts
         write_json(partial / "import.json", imported)
-    console.say(f"import {run}: {reading.layout.class_name}, {told(facts)}")
+    console.info(f"import {run}: {import_spec.export_spec.class_name}, {told(facts)}")
     return imported
 
 
-def reading_of(folder: Path, raw: dict[str, Any]) -> Reading:
+def import_spec_of(folder: Path, raw: dict[str, Any]) -> ImportSpec:
     """How a folder with this config.json is read.
 
     Raises:
@@ -143,7 +143,7 @@ def reading_of(folder: Path, raw: dict[str, Any]) -> Reading:
     return READINGS[kind]
 
 
-def checked_config(folder: Path, raw: dict[str, Any], reading: Reading) -> Any:
+def checked_config(folder: Path, raw: dict[str, Any], import_spec: ImportSpec) -> Any:
     """The class's own reading of config.json.
 
     Raises:
@@ -151,12 +151,12 @@ def checked_config(folder: Path, raw: dict[str, Any], reading: Reading) -> Any:
     """
     where, fix = f"{folder}/config.json: ", "no other model is imported"
     problems = []
-    for alias, name in reading.aliases.items():
+    for alias, name in import_spec.aliases.items():
         if alias in raw and name in raw and raw[alias] != raw[name]:
             rule = f"contradicts {name} = {raw[name]}"
             problems.append(Problem(where + alias, raw[alias], rule, "restore the folder"))
-    config = stock_config(folder, raw, reading)
-    for key, value, rule in reading.refused(config):
+    config = reference_config(folder, raw, import_spec)
+    for key, value, rule in import_spec.refused(config):
         problems.append(Problem(where + key, value, rule, fix))
     if config.layer_norm_epsilon != LAYER_NORM_EPSILON:
         rule = f"is not {LAYER_NORM_EPSILON}, the epsilon of this model"
@@ -167,8 +167,8 @@ def checked_config(folder: Path, raw: dict[str, Any], reading: Reading) -> Any:
     return config
 
 
-def _kept(reading: Reading, theirs: Any) -> Iterator[tuple[str, Any]]:
-    for name in (*KEPT, *reading.kept):
+def _kept(import_spec: ImportSpec, theirs: Any) -> Iterator[tuple[str, Any]]:
+    for name in (*KEPT, *import_spec.kept):
         if hasattr(theirs, name):
             value = getattr(theirs, name)
             if hasattr(value, "to_dict"):
@@ -194,21 +194,21 @@ def folder_tokenizer(folder: Path) -> Tokenizer | None:
 def run_config(
     folder: Path,
     run: Path,
-    reading: Reading,
+    import_spec: ImportSpec,
     theirs: Any,
     tokenizer: Tokenizer | None,
     overrides: Sequence[str],
 ) -> Config:
     """The run's config, the model as the folder's class has it."""
     model = {
-        "shape": reading.layout.name,
-        **reading.model(theirs),
+        "architecture": import_spec.export_spec.name,
+        **import_spec.model(theirs),
         "vocab_size": theirs.vocab_size,
         "tied_embeddings": bool(theirs.tie_word_embeddings),
     }
     if theirs.initializer_range > 0:
         model["initializer_range"] = theirs.initializer_range
-    length = reading.length(theirs)
+    length = import_spec.length(theirs)
     train = {"sequence_length": length if length else DEFAULT_LENGTH}
     raw: dict[str, Any] = {"run": {"dir": str(run)}, "model": dict(model), "train": train}
     if tokenizer is not None:
@@ -236,12 +236,12 @@ def run_config(
 
 
 def tensor_names(
-    folder: Path, source: SourceFolder, reading: Reading, config: Config
+    folder: Path, source: SourceFolder, import_spec: ImportSpec, config: Config
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
     """By canonical name, the class's name and shape of every tensor, all found in the folder."""
-    _check_sizes(folder, source, reading, config.model)
+    _check_sizes(folder, source, import_spec, config.model)
     shapes = {name: tuple(t.shape) for name, t in unset_weights(config.model).items()}
-    names = {ours: (theirs, shapes[ours]) for ours, theirs in reading.names(config.model)}
+    names = {ours: (theirs, shapes[ours]) for ours, theirs in import_spec.names(config.model)}
     assert names.keys() == shapes.keys()
     tied = "lm_head.weight" if config.model.tied_embeddings else None
     problems = source.problems({theirs: shape for theirs, shape in names.values()}, tied)
@@ -255,27 +255,29 @@ def tensor_names(
     return {name: names[name] for name in shapes}
 
 
-def _check_sizes(folder: Path, source: SourceFolder, reading: Reading, model: ModelConfig) -> None:
+def _check_sizes(
+    folder: Path, source: SourceFolder, import_spec: ImportSpec, model: ModelConfig
+) -> None:
     """Refuse sizes that the folder cannot have: shapes of a billion blocks would take for ever."""
     if model.num_layers > len(source.shapes):
         rule = f"is more than the {len(source.shapes)} tensors of the folder"
         key = f"{folder}/config.json: number of blocks"
         raise CheckpointError(Problem(key, model.num_layers, rule, "restore it"))
-    name = next(theirs for ours, theirs in reading.names(model) if ours == "embedding.weight")
+    name = next(theirs for ours, theirs in import_spec.names(model) if ours == "embedding.weight")
     amiss = source.amiss(name, (vocab_size(model), model.hidden_size))
     if amiss is not None:
         raise CheckpointError(Problem(f"{folder}: {name}", None, amiss, "restore the folder"))
 
 
-def canonical(reading: Reading, model: ModelConfig, name: str, stored: Tensor) -> Tensor:
+def canonical(import_spec: ImportSpec, model: ModelConfig, name: str, stored: Tensor) -> Tensor:
     """A tensor of the class as the canonical one of this name, in its stored type."""
-    return reading.rows(model, stored) if ".qkv." in name else stored
+    return import_spec.rows(model, stored) if ".qkv." in name else stored
 
 
 def _write_step(
     step: Path,
     source: SourceFolder,
-    reading: Reading,
+    import_spec: ImportSpec,
     config: Config,
     names: Mapping[str, tuple[str, tuple[int, ...]]],
     tokenizer: Tokenizer | None,
@@ -308,7 +310,7 @@ def _write_step(
                 block
                 for name in shard
                 for block in _blocks(names[name][0], canonical(
-                    reading, config.model, name, source.tensor(names[name][0])), progress)
+                    import_spec, config.model, name, source.tensor(names[name][0])), progress)
             )  # fmt: skip
             file = f"shard_{number:05d}.safetensors"
             files[file] = write_stream(step / file, flat, blocks)

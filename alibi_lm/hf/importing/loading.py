@@ -18,7 +18,7 @@ from alibi_lm.hf.importing.importer import (
     canonical,
     checked_config,
     folder_tokenizer,
-    reading_of,
+    import_spec_of,
     run_config,
     tensor_names,
 )
@@ -27,8 +27,8 @@ from alibi_lm.hf.parity.transformers_reference import quiet
 from alibi_lm.hf.weights_reader import SourceFolder, inside, read_json
 from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.decoder import Decoder, filled_decoder
-from alibi_lm.parallel.mesh import ALONE, Axis
-from alibi_lm.parallel.strided_reader import RunReader
+from alibi_lm.parallel.mesh import NO_PARALLEL, ParallelDim
+from alibi_lm.parallel.strided_reader import StridedReader
 from alibi_lm.utils.errors import CheckpointError, Problem
 from alibi_lm.utils.files import sha256
 
@@ -39,7 +39,7 @@ _POSITION_TABLES = ("wpe", "embed_positions", "position_embeddings")
 
 
 def find_folder(name: str) -> Path:
-    """The folder of a model: a folder here, or the hub's `organisation/model[@revision]`.
+    """The folder of a model: a folder here, or the hub's `organization/model[@revision]`.
 
     The hub's is downloaded into its cache, unless it is there.
 
@@ -95,7 +95,7 @@ def why_not_native(folder: Path) -> str | None:
     """Why the folder's model cannot be computed as our own, or None where it can."""
     try:
         raw = read_json(folder, "config.json")
-        checked_config(folder, raw, reading_of(folder, raw))
+        checked_config(folder, raw, import_spec_of(folder, raw))
     except CheckpointError as error:
         return "; ".join(f"{p.key.rpartition(': ')[2]} {p.rule}" for p in error.problems)
     return None if any(folder.glob("*.safetensors")) else "it has no safetensors"
@@ -114,7 +114,7 @@ class ImportedFolder:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         raw = read_json(folder, "config.json")
-        self._reading = reading_of(folder, raw)
+        self._reading = import_spec_of(folder, raw)
         theirs = checked_config(folder, raw, self._reading)
         check_own_files(folder)
         self._tokenizer = folder_tokenizer(folder)
@@ -132,7 +132,7 @@ class ImportedFolder:
         self,
         dtype: torch.dtype = torch.float32,
         model: ModelConfig | None = None,
-        tp: Axis = ALONE,
+        tp: ParallelDim = NO_PARALLEL,
     ) -> Decoder:
         """As `Step.decoder`."""
         with SourceFolder(self.folder, self._reading.prefix) as source:
@@ -152,7 +152,7 @@ class ImportedFolder:
         return tensor.reshape(-1)
 
 
-class _Canonical(RunReader):
+class _Canonical(StridedReader):
     """The folder's tensors as a checkpoint's; the one read last is kept for its next parts."""
 
     def __init__(self, folder: ImportedFolder, source: SourceFolder) -> None:

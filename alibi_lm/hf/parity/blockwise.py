@@ -18,9 +18,9 @@ from alibi_lm.hf.parity.transformers_reference import (
     bias_from_the_end,
 )
 from alibi_lm.model.config import ModelConfig
-from alibi_lm.model.inference.kv_cache import LayerCache
+from alibi_lm.model.inference.kv_cache import LayerKVCache
 from alibi_lm.model.layers import Block, Embedding, Head
-from alibi_lm.parallel.mesh import ALONE
+from alibi_lm.parallel.mesh import NO_PARALLEL
 from alibi_lm.parallel.tensor_parallel import vocabulary_logits
 
 NEW_TOKENS = 4
@@ -82,7 +82,7 @@ def compare_greedy_by_layer(
         Mismatch: a token differs that is likelier than the other one by more than the tolerance.
     """
     layered = _Layered(config, weights, model)
-    caches = [(LayerCache(), CachedState()) for _ in range(config.num_layers)]
+    caches = [(LayerKVCache(), CachedState()) for _ in range(config.num_layers)]
     tokens = prompt
     twice = ("embedding.weight",) if config.tied_embeddings else ()
     with weights.progress(f"generate {num_tokens} tokens", num_tokens, twice):
@@ -119,7 +119,7 @@ class _Layered:
         return float(worst)
 
     def next_logits(
-        self, tokens: Tensor, caches: list[tuple[LayerCache, CachedState]]
+        self, tokens: Tensor, caches: list[tuple[LayerKVCache, CachedState]]
     ) -> tuple[Tensor, Tensor]:
         """Both models' logits [V] after tokens [1, n], which follow those in the caches."""
         ours, theirs = self._embedded(tokens)
@@ -135,7 +135,7 @@ class _Layered:
         """[1, T, d] to the same; a long input goes in by portions, for what lies between."""
         if hidden.shape[1] <= _PORTION:
             return cast(Tensor, self.our_block(hidden))
-        cache = LayerCache()
+        cache = LayerKVCache()
         return torch.cat([self.our_block(part, cache) for part in hidden.split(_PORTION, 1)], 1)
 
     def _blocks(self) -> Iterator[int]:
@@ -181,7 +181,7 @@ class _Layered:
             weight = self.weights.rows(name, start, stop).to(self.model.dtype)
 
             def our_logits(hidden: Tensor, weight: Tensor = weight) -> Tensor:
-                return vocabulary_logits(hidden, weight, len(weight), ALONE)
+                return vocabulary_logits(hidden, weight, len(weight), NO_PARALLEL)
 
             yield our_logits, self.model.output(start, stop), stop - start
 

@@ -24,14 +24,14 @@ from alibi_lm.hf.parity.logits import (
     compare_logits,
 )
 from alibi_lm.hf.parity.transformers_reference import Mismatch, StockLayers, load_model, quiet
-from alibi_lm.hf.specs.base import Reading
+from alibi_lm.hf.specs.base import ImportSpec
 from alibi_lm.hf.weights_reader import SourceFolder
 from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.decoder import Decoder
 from alibi_lm.model.flops import num_parameters
 from alibi_lm.utils.errors import CheckpointError, ConfigError, DataError, Problem
 
-Proof = Literal["logits", "layers", "weights"]
+ParityLevel = Literal["logits", "blockwise", "weights"]
 """What is compared: logits of both whole models and their greedy tokens; logits computed one
 block at a time, for models that memory does not hold twice; or the bits of the weights only."""
 MULTIPLES = (1, 4)
@@ -59,7 +59,7 @@ class Pair:
 
     folder: Path
     source: SourceFolder
-    reading: Reading
+    import_spec: ImportSpec
     config: Any
     """Of the class, as it reads config.json."""
     model: ModelConfig
@@ -69,7 +69,7 @@ class Pair:
         """The folder must hold the class's tensors, all of them and no others."""
         whole = replace(self.model, num_kv_heads=None)
         shapes = {name: tuple(t.shape) for name, t in unset_weights(whole).items()}
-        expected = {theirs: shapes[ours] for ours, theirs in self.reading.names(whole)}
+        expected = {theirs: shapes[ours] for ours, theirs in self.import_spec.names(whole)}
         tied = "lm_head.weight" if self.model.tied_embeddings else None
         problems = self.source.problems(expected, tied)
         if problems:
@@ -79,7 +79,7 @@ class Pair:
         """Number of tensors, all equal bit by bit to those that the weights make."""
         count = 0
         with self.weights.progress("read back"):
-            for name, tensor in self.reading.layout.tensors(self.model, self.weights):
+            for name, tensor in self.import_spec.export_spec.tensors(self.model, self.weights):
                 stored = self.source.tensor(name) if name in self.source.shapes else None
                 if stored is None or not same_bits(tensor.to(stored.dtype), stored):
                     raise Mismatch(f"{name} does not read back as it was written: its bits differ")
@@ -98,27 +98,29 @@ class Pair:
 
     def stock(self, dtype: torch.dtype) -> StockLayers:
         """The stock model, one block at a time."""
-        return StockLayers(self.config, self.reading, self.source, dtype)
+        return StockLayers(self.config, self.import_spec, self.source, dtype)
 
 
-def choose(proof: Proof | str | None, model: ModelConfig) -> Proof:
+def choose(parity: ParityLevel | str | None, model: ModelConfig) -> ParityLevel:
     """The proof asked for; by default `logits`, or `layers` where memory is short for it.
 
     Raises:
         ConfigError: there is no such proof.
     """
-    if proof is None:
+    if parity is None:
         both = 2 * 4 * num_parameters(model)
-        return "logits" if both <= psutil.virtual_memory().available // 2 else "layers"
-    for known in get_args(Proof):
-        if proof == known:
+        return "logits" if both <= psutil.virtual_memory().available // 2 else "blockwise"
+    for known in get_args(ParityLevel):
+        if parity == known:
             return known
-    rule = f"is not one of {', '.join(get_args(Proof))}"
-    raise ConfigError(Problem("proof", proof, rule, "choose one of them"))
+    rule = f"is not one of {', '.join(get_args(ParityLevel))}"
+    raise ConfigError(Problem("parity", parity, rule, "choose one of them"))
 
 
 @torch.no_grad()
-def prove(pair: Pair, proof: Proof, texts: tuple[Tensor, str], length: int) -> dict[str, Any]:
+def check_parity(
+    pair: Pair, parity: ParityLevel, texts: tuple[Tensor, str], length: int
+) -> dict[str, Any]:
     """Compare bits, logits and greedy tokens; the numbers, if all agree.
 
     Args:
@@ -130,16 +132,16 @@ def prove(pair: Pair, proof: Proof, texts: tuple[Tensor, str], length: int) -> d
     Raises:
         Mismatch: anything differs.
     """
-    if proof != "logits":
+    if parity != "logits":
         pair.check_names()
-    facts: dict[str, Any] = {"kind": proof, "tensors_equal": pair.check_bits(), "logits": []}
-    if proof == "weights":
+    facts: dict[str, Any] = {"kind": parity, "tensors_equal": pair.check_bits(), "logits": []}
+    if parity == "weights":
         return facts
     tokens, facts["tokens"] = texts
     facts["tolerance"] = TOLERANCE
     lengths = [n for n in (multiple * length for multiple in MULTIPLES) if n <= tokens.shape[1]]
-    longest = pair.reading.longest(pair.config) or length + NEW_TOKENS
-    if proof == "layers":
+    longest = pair.import_spec.longest(pair.config) or length + NEW_TOKENS
+    if parity == "blockwise":
         facts["logits"] = [
             blockwise.compare_logits_by_layer(pair.model, pair.weights, pair.stock, tokens[:, :n])
             for n in lengths
@@ -151,7 +153,10 @@ def prove(pair: Pair, proof: Proof, texts: tuple[Tensor, str], length: int) -> d
             pair.model, pair.weights, model, tokens[:, :prompt], num_tokens
         )
         return facts | {"greedy_tokens_equal": num_tokens}
-    model, decoder = load_model(pair.folder, pair.reading.layout.class_name), pair.decoder()
+    model, decoder = (
+        load_model(pair.folder, pair.import_spec.export_spec.class_name),
+        pair.decoder(),
+    )
     facts["logits"] = [compare_logits(decoder, model, tokens[:, :n]) for n in lengths]
     prompt = min(length, LARGEST_PROMPT, max(1, longest - NEW_TOKENS))
     num_tokens = min(NEW_TOKENS, longest - prompt)
@@ -160,7 +165,7 @@ def prove(pair: Pair, proof: Proof, texts: tuple[Tensor, str], length: int) -> d
     return facts
 
 
-def prove_export(step: Step, pair: Pair, proof: Proof, name: Path) -> dict[str, Any]:
+def check_export_parity(step: Step, pair: Pair, parity: ParityLevel, name: Path) -> dict[str, Any]:
     """Compare an exported folder's model with the run's; the numbers.
 
     Args:
@@ -172,14 +177,14 @@ def prove_export(step: Step, pair: Pair, proof: Proof, name: Path) -> dict[str, 
     Raises:
         CheckpointError: anything differs.
     """
-    longest = pair.reading.longest(pair.config)
+    longest = pair.import_spec.longest(pair.config)
     length = step.config.train.sequence_length
     length = length if longest is None else min(length, longest)
     wanted = max(MULTIPLES) * length
     try:
         with quiet():
             tokens = sample_tokens(step, min(wanted, longest or wanted), pair.model)
-            return prove(pair, proof, tokens, length)
+            return check_parity(pair, parity, tokens, length)
     except Mismatch as mismatch:
         raise CheckpointError(Problem(str(name), None, mismatch.rule, mismatch.fix)) from None
 
@@ -199,33 +204,33 @@ def prove_tokenizer(
         raise CheckpointError(Problem(str(name), None, mismatch.rule, mismatch.fix)) from None
 
 
-def prove_import(pair: Pair, proof: Proof) -> dict[str, Any]:
+def check_import_parity(pair: Pair, parity: ParityLevel) -> dict[str, Any]:
     """Compare an imported model with the stock class on seeded ids; the numbers.
 
     Raises:
         CheckpointError: anything differs.
     """
-    longest = pair.reading.longest(pair.config)
+    longest = pair.import_spec.longest(pair.config)
     length = min(IMPORT_LENGTH, longest or IMPORT_LENGTH)
     wanted = max(MULTIPLES) * length
     tokens = random_tokens(min(wanted, longest or wanted), pair.model)
     try:
         with quiet():
-            return prove(pair, proof, tokens, length)
+            return check_parity(pair, parity, tokens, length)
     except Mismatch as mismatch:
         raise CheckpointError(
             Problem(str(pair.folder), None, mismatch.rule, mismatch.fix)
         ) from None
 
 
-def told(proof: Mapping[str, Any]) -> str:
+def told(parity: Mapping[str, Any]) -> str:
     """A proof in one line."""
-    equal = f"{proof['tensors_equal']:,} tensors equal bit by bit"
-    rows = [f"{row['max_difference']:.1e} at {row['length']:,} tokens" for row in proof["logits"]]
+    equal = f"{parity['tensors_equal']:,} tensors equal bit by bit"
+    rows = [f"{row['max_difference']:.1e} at {row['length']:,} tokens" for row in parity["logits"]]
     if not rows:
         return f"{equal}; logits not compared"
-    greedy = proof.get("greedy_tokens_equal")
-    how = ", computed block by block" if proof["kind"] == "layers" else ""
+    greedy = parity.get("greedy_tokens_equal")
+    how = ", computed block by block" if parity["kind"] == "blockwise" else ""
     more = f", {greedy} greedy tokens equal" if greedy else ""
     return f"logits within {' and '.join(rows)}{how}{more}"
 

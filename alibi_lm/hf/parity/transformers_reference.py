@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from alibi_lm.hf.specs.base import Reading
+from alibi_lm.hf.specs.base import ImportSpec
 from alibi_lm.hf.weights_reader import SourceFolder
 from alibi_lm.utils.errors import CheckpointError, Problem
 
@@ -48,13 +48,13 @@ def stock_class(name: str) -> Any:
     return {"BloomForCausalLM": BloomForCausalLM, "MptForCausalLM": MptForCausalLM}[name]
 
 
-def stock_config(folder: Path, raw: dict[str, Any], reading: Reading) -> Any:
+def reference_config(folder: Path, raw: dict[str, Any], import_spec: ImportSpec) -> Any:
     """The class's own reading of a config.json, defaults and all.
 
     Raises:
         CheckpointError: the class cannot read it.
     """
-    kind = stock_class(reading.layout.class_name).config_class
+    kind = stock_class(import_spec.export_spec.class_name).config_class
     try:
         return kind.from_dict(raw)
     except Exception as error:  # the class raises errors of several kinds on what it cannot read
@@ -97,7 +97,7 @@ class StockLayers:
     """
 
     def __init__(
-        self, config: Any, reading: Reading, source: SourceFolder, dtype: torch.dtype
+        self, config: Any, import_spec: ImportSpec, source: SourceFolder, dtype: torch.dtype
     ) -> None:
         """Make the class on no device.
 
@@ -107,17 +107,17 @@ class StockLayers:
             source: the folder, which gives a tensor by the class's name for it.
             dtype: type to compute in.
         """
-        self.reading, self.source, self.dtype = reading, source, dtype
+        self.import_spec, self.source, self.dtype = import_spec, source, dtype
         self.tied = bool(config.tie_word_embeddings)
         one = copy.deepcopy(config)
-        setattr(one, reading.num_blocks, 1)
-        kind = stock_class(reading.layout.class_name)
+        setattr(one, import_spec.num_blocks, 1)
+        kind = stock_class(import_spec.export_spec.class_name)
         with torch.device("meta"):
             self.model = kind._from_config(one, attn_implementation="eager").eval()
         self.base = self.model.base_model
-        self.norm = getattr(self.base, reading.norm)
-        if reading.embedding_norm is not None:
-            self.embedding_norm = getattr(self.base, reading.embedding_norm)
+        self.norm = getattr(self.base, import_spec.norm)
+        if import_spec.embedding_norm is not None:
+            self.embedding_norm = getattr(self.base, import_spec.embedding_norm)
 
     def _fill(self, module: nn.Module, name: str) -> None:
         module.to("meta")  # what it held goes before more comes
@@ -128,26 +128,26 @@ class StockLayers:
 
     def rows(self, start: int, stop: int) -> Tensor:
         """Rows [start, stop) of the embedding, before its norm."""
-        name = self.reading.prefix + self.reading.embedding
+        name = self.import_spec.prefix + self.import_spec.embedding
         return self.source.rows(f"{name}.weight", start, stop).to(self.dtype)
 
     def place(self, index: int, last: int) -> None:
         """Put block `index` in; before the first the embedding's norm, after the last the final."""
-        reading = self.reading
-        blocks = getattr(self.base, reading.blocks)
-        self._fill(blocks[0], f"{reading.prefix}{reading.blocks}.{index}")
-        if reading.embedding_norm is not None:
+        import_spec = self.import_spec
+        blocks = getattr(self.base, import_spec.blocks)
+        self._fill(blocks[0], f"{import_spec.prefix}{import_spec.blocks}.{index}")
+        if import_spec.embedding_norm is not None:
             if index == 0:
-                self._fill(self.embedding_norm, reading.prefix + reading.embedding_norm)
+                self._fill(self.embedding_norm, import_spec.prefix + import_spec.embedding_norm)
             norm = self.embedding_norm if index == 0 else nn.Identity()
-            setattr(self.base, reading.embedding_norm, norm)
+            setattr(self.base, import_spec.embedding_norm, norm)
         if index == last:
-            self._fill(self.norm, reading.prefix + reading.norm)
-        setattr(self.base, reading.norm, self.norm if index == last else nn.Identity())
+            self._fill(self.norm, import_spec.prefix + import_spec.norm)
+        setattr(self.base, import_spec.norm, self.norm if index == last else nn.Identity())
 
     def remove(self) -> None:
         """Take the block out."""
-        getattr(self.base, self.reading.blocks)[0].to("meta")
+        getattr(self.base, self.import_spec.blocks)[0].to("meta")
 
     def block(self, hidden: Tensor, step_tokens: int) -> Tensor:
         """[1, T, d] through the block that is in."""
@@ -160,7 +160,7 @@ class StockLayers:
 
     def output(self, start: int, stop: int) -> Callable[[Tensor], Tensor]:
         """The output layer for vocabulary ids [start, stop), of normed hidden states."""
-        name = self.reading.prefix + self.reading.embedding if self.tied else "lm_head"
+        name = self.import_spec.prefix + self.import_spec.embedding if self.tied else "lm_head"
         layer = self.model.get_output_embeddings()
         part = self.source.rows(f"{name}.weight", start, stop).to(self.dtype)
         layer.weight = nn.Parameter(part, requires_grad=False)

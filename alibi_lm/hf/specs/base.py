@@ -16,7 +16,7 @@ Tensors = Iterator[tuple[str, Tensor]]
 
 
 @dataclass(frozen=True)
-class Layout:
+class ExportSpec:
     """One stock class: how it names weights and what its config.json says."""
 
     name: str
@@ -30,10 +30,10 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Reading:
+class ImportSpec:
     """How a folder of one stock class is read. `config` is an instance of its config class."""
 
-    layout: Layout
+    export_spec: ExportSpec
     """The class."""
     names: Callable[[ModelConfig], Iterator[tuple[str, str]]]
     """Canonical name and the class's of every tensor."""
@@ -81,7 +81,7 @@ class TokenIds:
 
 
 def config_json(
-    layout: Layout,
+    export_spec: ExportSpec,
     model: ModelConfig,
     max_length: int,
     dtype: str,
@@ -99,8 +99,8 @@ def config_json(
         kept: fields that an imported model came with.
     """
     return {
-        "model_type": layout.name,
-        **layout.config(model, max_length),
+        "model_type": export_spec.name,
+        **export_spec.config(model, max_length),
         "vocab_size": model.vocab_size,
         "initializer_range": model.initializer_range,
         "tie_word_embeddings": model.tied_embeddings,
@@ -116,32 +116,33 @@ def config_json(
     }
 
 
-def check_model(model: ModelConfig, layout: Layout) -> None:
+def check_model(model: ModelConfig, export_spec: ExportSpec) -> None:
     """Refuse a model that the class would compute differently.
 
     Raises:
         ConfigError: naming every setting that does not fit.
     """
     problems = []
-    if model.shape != layout.name:
-        problems.append(Problem("model.shape", model.shape, f"does not fit {layout.class_name}: "
-                                + _difference(model.shape),
-                                f"export it as format {model.shape}"))  # fmt: skip
+    if model.architecture != export_spec.name:
+        problems.append(Problem("model.architecture", model.architecture,
+                                f"does not fit {export_spec.class_name}: "
+                                + _difference(model.architecture),
+                                f"export it as format {model.architecture}"))  # fmt: skip
     if model.position != "alibi":
         learned = model.position == "alibi_learned"
         does = "has fixed slopes" if learned else "adds linear biases"
         fix = "export it --with-code, for trust_remote_code"
         fix = "there is no folder for it yet" if learned else fix
         problems.append(Problem("model.position", model.position,
-                                f"{layout.class_name} {does}, whatever its config says",
+                                f"{export_spec.class_name} {does}, whatever its config says",
                                 fix))  # fmt: skip
     if model.scaling is not None:
         problems.append(Problem("model.scaling.kind", model.scaling.kind,
-                                f"{layout.class_name} has no scaling of positions",
+                                f"{export_spec.class_name} has no scaling of positions",
                                 "there is no folder for it yet"))  # fmt: skip
     if model.window is not None:
         problems.append(Problem("model.window", model.window,
-                                f"{layout.class_name} has no sliding window",
+                                f"{export_spec.class_name} has no sliding window",
                                 "export it --with-code, for trust_remote_code"))  # fmt: skip
     if problems:
         raise ConfigError(*problems)
@@ -171,7 +172,7 @@ def split_qkv(model: ModelConfig, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]
 
 
 def check_code(model: ModelConfig) -> None:
-    """Refuse what our own modelling file does not compute either.
+    """Refuse what our own modeling file does not compute either.
 
     Raises:
         ConfigError: naming every setting that does not fit.
@@ -179,10 +180,10 @@ def check_code(model: ModelConfig) -> None:
     fix = "there is no folder for it yet"
     problems = []
     if model.position == "alibi_learned":
-        rule = "the modelling file has fixed slopes"
+        rule = "the modeling file has fixed slopes"
         problems.append(Problem("model.position", model.position, rule, fix))
     if model.scaling is not None:
-        rule = "the modelling file has no scaling of positions"
+        rule = "the modeling file has no scaling of positions"
         problems.append(Problem("model.scaling.kind", model.scaling.kind, rule, fix))
     if problems:
         raise ConfigError(*problems)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alibi_lm.hf.specs.base import Layout, Reading, Tensors, split_qkv
+from alibi_lm.hf.specs.base import ExportSpec, ImportSpec, Tensors, split_qkv
 from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.layers import LAYER_NORM_EPSILON
 
@@ -75,7 +75,7 @@ def _config(model: ModelConfig, max_length: int) -> dict[str, Any]:
     }
 
 
-BLOOM = Layout("bloom", "BloomForCausalLM", _tensors, _config)
+BLOOM = ExportSpec("bloom", "BloomForCausalLM", _tensors, _config)
 
 
 def _model(config: Any) -> dict[str, Any]:
@@ -92,8 +92,8 @@ def _refused(config: Any) -> Iterator[tuple[str, Any, str]]:
         yield "apply_residual_connection_post_layernorm", True, rule
 
 
-BLOOM_READING = Reading(
-    layout=BLOOM,
+BLOOM_IMPORT = ImportSpec(
+    export_spec=BLOOM,
     names=_names,
     rows=_rows,
     model=_model,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alibi_lm.hf.specs.base import Layout, Reading, Tensors, split_qkv
+from alibi_lm.hf.specs.base import ExportSpec, ImportSpec, Tensors, split_qkv
 from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.layers import LAYER_NORM_EPSILON
 
@@ -82,7 +82,7 @@ def _config(model: ModelConfig, max_length: int) -> dict[str, Any]:
     }
 
 
-MPT = Layout("mpt", "MptForCausalLM", _tensors, _config)
+MPT = ExportSpec("mpt", "MptForCausalLM", _tensors, _config)
 
 
 def _model(config: Any) -> dict[str, Any]:
@@ -115,8 +115,8 @@ def _refused(config: Any) -> Iterator[tuple[str, Any, str]]:
             yield key, value, f"is something MptForCausalLM does not compute; it takes {only}"
 
 
-MPT_READING = Reading(
-    layout=MPT,
+MPT_IMPORT = ImportSpec(
+    export_spec=MPT,
     names=_names,
     rows=lambda model, rows: rows,
     model=_model,

@@ -22,7 +22,7 @@ MOST_KEYS = 1 << 24
 """Up to here fp32 holds every distance exactly."""
 
 
-def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+def unsupported_reason(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     """Why the kernel cannot serve these tensors of `attention.attention`, or None."""
     if q.shape[-1] % 2:
         return f"a head width of {q.shape[-1]}"
@@ -33,7 +33,7 @@ def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     return unavailable()
 
 
-def native_attention(
+def amx_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -58,8 +58,10 @@ def native_attention(
     return _Native.apply(q, k, v, slopes or (), window or 0, starts)
 
 
-def first_keys(q: Tensor, k: Tensor, slopes: tuple[float, ...], epsilon: float) -> Tensor:
-    """`native_attention`'s starts, such that each row leaves out at most epsilon of itself.
+def amx_first_key_per_block(
+    q: Tensor, k: Tensor, slopes: tuple[float, ...], epsilon: float
+) -> Tensor:
+    """`amx_attention`'s starts, such that each row leaves out at most epsilon of itself.
 
     From norms and each row's own score alone, in time linear in the length (`reach.h` has the
     bound).

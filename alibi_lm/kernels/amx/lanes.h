@@ -48,7 +48,7 @@ struct Buffer {
   T* data;
 };
 
-// The rows of one head: [length, width] with any distance between rows, neighbours side by side.
+// The rows of one head: [length, width] with any distance between rows, neighbors side by side.
 template <typename T>
 struct Rows {
   T* data;
@@ -105,7 +105,7 @@ inline void store_pairs(BFloat16* out, __m512 even, __m512 odd) {
                _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(odd)), 0xffff);
 }
 
-// Two neighbouring columns of 16 rows as pairs, 0 in rows from `count` on.
+// Two neighboring columns of 16 rows as pairs, 0 in rows from `count` on.
 inline __m512i gather_pairs(Rows<const BFloat16> rows, int64_t count, int64_t column) {
   const __m512i index =
       _mm512_mullo_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),

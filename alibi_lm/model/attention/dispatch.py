@@ -13,23 +13,28 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from alibi_lm.kernels.amx.attention import BLOCK, first_keys, native_attention, why_not
+from alibi_lm.kernels.amx.attention import (
+    BLOCK,
+    amx_attention,
+    amx_first_key_per_block,
+    unsupported_reason,
+)
 from alibi_lm.model.attention import flash_attn, flex
-from alibi_lm.model.attention.eager import exact_attention
-from alibi_lm.model.attention.sdpa_cpu import flash_attention
-from alibi_lm.model.pruning.block_bounds import block_starts
-from alibi_lm.model.pruning.sdpa_block_sparse import horizon_flash, horizon_plan
+from alibi_lm.model.attention.eager import eager_attention
+from alibi_lm.model.attention.sdpa_cpu import sdpa_cpu_attention
+from alibi_lm.model.pruning.block_bounds import first_key_per_block
+from alibi_lm.model.pruning.sdpa_block_sparse import block_sparse_sdpa, plan_block_groups
 
-NATIVE_LEAST_QUERIES = 1024
+AMX_MIN_QUERIES = 1024
 """Shorter sequences are read densely by the native kernel."""
-NATIVE_TIGHT_QUERIES = 8192
+AMX_TIGHT_BOUND_MIN_QUERIES = 8192
 """From here on its horizons are those of `reach`, which read less and cost more to find."""
-NATIVE_WORTH = 0.25
+AMX_MIN_PRUNED_SHARE = 0.25
 """It uses horizons where they leave out at least this share of the keys before the blocks."""
 
 
 @dataclass(frozen=True)
-class Request:
+class AttentionRequest:
     """What is asked of a kernel beyond q, k and v."""
 
     slopes: tuple[float, ...] | Tensor | None
@@ -41,10 +46,10 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Kernel:
+class AttentionKernel:
     """One way to compute attention, and what it can be asked for."""
 
-    run: Callable[[Tensor, Tensor, Tensor, Request], Tensor]
+    run: Callable[[Tensor, Tensor, Tensor, AttentionRequest], Tensor]
     devices: frozenset[str] | None
     """Device types; None is any."""
     dtypes: frozenset[torch.dtype]
@@ -59,7 +64,7 @@ class Kernel:
     """Whether it applies a bias by distance, with its gradient."""
     value_width: bool = False
     """Whether the heads of v may have another width than those of q and k."""
-    horizons: bool = False
+    pruning: bool = False
     """Whether it leaves out what epsilon allows; the others read everything."""
     widths: tuple[int, int] = (0, 1 << 30)
     """Narrowest and widest heads."""
@@ -67,10 +72,12 @@ class Kernel:
     """Fewest queries that it is worth, or made for."""
     missing: Callable[[torch.device], str | None] | None = None
     """What it needs and this machine does not have; None where nothing is missing."""
-    why_not: Callable[[Tensor, Tensor, Tensor], str | None] | None = None
+    tensors_unsupported_reason: Callable[[Tensor, Tensor, Tensor], str | None] | None = None
     """What else keeps it from q, k and v that pass all the above."""
 
-    def lacks(self, q: Tensor, k: Tensor, v: Tensor, request: Request) -> str | None:
+    def unsupported_reason(
+        self, q: Tensor, k: Tensor, v: Tensor, request: AttentionRequest
+    ) -> str | None:
         """Why this kernel cannot serve the request, or None where it can."""
         if self.devices is not None and q.device.type not in self.devices:
             return f"device {q.device.type}"
@@ -91,26 +98,26 @@ class Kernel:
         if q.shape[2] < self.least_queries:
             return f"fewer than {self.least_queries} queries"
         missing = None if self.missing is None else self.missing(q.device)
-        if missing or self.why_not is None:
+        if missing or self.tensors_unsupported_reason is None:
             return missing
-        return self.why_not(q, k, v)
+        return self.tensors_unsupported_reason(q, k, v)
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Tensor:
+def _flash(q: Tensor, k: Tensor, v: Tensor, request: AttentionRequest) -> Tensor:
     assert not isinstance(request.slopes, Tensor)
     if request.slopes is not None and request.epsilon > 0:
-        plan = horizon_plan(q, k, request.slopes, request.epsilon)
+        plan = plan_block_groups(q, k, request.slopes, request.epsilon)
         if plan is not None:
-            return horizon_flash(q, k, v, request.slopes, plan)
-    return flash_attention(q, k, v, request.slopes)
+            return block_sparse_sdpa(q, k, v, request.slopes, plan)
+    return sdpa_cpu_attention(q, k, v, request.slopes)
 
 
-def _native(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Tensor:
+def _native(q: Tensor, k: Tensor, v: Tensor, request: AttentionRequest) -> Tensor:
     assert not isinstance(request.slopes, Tensor)
     starts = None
     if request.slopes and request.epsilon > 0 and request.window is None:
         starts = _native_starts(q, k, request.slopes, request.epsilon)
-    return native_attention(q, k, v, request.slopes, request.window, starts)
+    return amx_attention(q, k, v, request.slopes, request.window, starts)
 
 
 def _native_starts(
@@ -121,47 +128,73 @@ def _native_starts(
     Longer sequences are worth the tighter bound of `reach`, which costs several times as much.
     """
     num_queries, num_keys = q.shape[2], k.shape[2]
-    if num_queries < NATIVE_LEAST_QUERIES or min(slopes) <= 0:
+    if num_queries < AMX_MIN_QUERIES or min(slopes) <= 0:
         return None
-    if num_queries < NATIVE_TIGHT_QUERIES:
-        starts = first_keys(q, k, slopes, epsilon)
+    if num_queries < AMX_TIGHT_BOUND_MIN_QUERIES:
+        starts = amx_first_key_per_block(q, k, slopes, epsilon)
     else:
-        starts = block_starts(q, k, slopes, epsilon, BLOCK).int()
+        starts = first_key_per_block(q, k, slopes, epsilon, BLOCK).int()
     before = torch.arange(num_keys - num_queries, num_keys, BLOCK)
     left_out = starts.sum() / (before.sum() * starts.shape[0] * starts.shape[1])
-    return starts if float(left_out) >= NATIVE_WORTH else None
+    return starts if float(left_out) >= AMX_MIN_PRUNED_SHARE else None
 
 
-def _flex(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Tensor:
+def _flex(q: Tensor, k: Tensor, v: Tensor, request: AttentionRequest) -> Tensor:
     assert not isinstance(request.slopes, Tensor)
     return flex.attention(q, k, v, request.slopes, request.window, request.epsilon)
 
 
-def _flash_attn(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Tensor:
+def _flash_attn(q: Tensor, k: Tensor, v: Tensor, request: AttentionRequest) -> Tensor:
     assert not isinstance(request.slopes, Tensor)
     return flash_attn.attention(q, k, v, request.slopes, request.window)
 
 
-def _exact(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Tensor:
-    return exact_attention(q, k, v, request.slopes, request.window, request.bias)
+def _eager(q: Tensor, k: Tensor, v: Tensor, request: AttentionRequest) -> Tensor:
+    return eager_attention(q, k, v, request.slopes, request.window, request.bias)
 
 
 _HALF = frozenset({torch.bfloat16, torch.float16})
 
-# In order of preference; "native_cpu" is compiled where it is first used. None has been run on a
+# In order of preference; "amx" is compiled where it is first used. None has been run on a
 # GPU yet: `alibi-lm bench gpu-check` does that.
-KERNELS: dict[str, Kernel] = {
-    "native_cpu": Kernel(_native, frozenset({"cpu"}), frozenset({torch.bfloat16}), window=True,
-                         horizons=True, why_not=why_not),
-    "flash_attn": Kernel(_flash_attn, frozenset({"cuda"}), _HALF, window=True,
-                         widths=(1, flash_attn.WIDEST), missing=flash_attn.missing),
-    "flex": Kernel(_flex, frozenset({"cuda"}), _HALF | {torch.float32}, window=True, horizons=True,
-                   widths=(flex.NARROWEST, flex.WIDEST), least_queries=flex.BLOCK,
-                   missing=flex.missing),
-    "flash_cpu": Kernel(_flash, frozenset({"cpu"}), _HALF | {torch.float32}, horizons=True),
-    "exact": Kernel(_exact, None, _HALF | {torch.float32, torch.float64}, slope_gradient=True,
-                    window=True, bias=True, value_width=True),
-}  # fmt: skip
+KERNELS: dict[str, AttentionKernel] = {
+    "amx": AttentionKernel(
+        _native,
+        frozenset({"cpu"}),
+        frozenset({torch.bfloat16}),
+        window=True,
+        pruning=True,
+        tensors_unsupported_reason=unsupported_reason,
+    ),
+    "flash_attn": AttentionKernel(
+        _flash_attn,
+        frozenset({"cuda"}),
+        _HALF,
+        window=True,
+        widths=(1, flash_attn.WIDEST),
+        missing=flash_attn.missing,
+    ),
+    "flex": AttentionKernel(
+        _flex,
+        frozenset({"cuda"}),
+        _HALF | {torch.float32},
+        window=True,
+        pruning=True,
+        widths=(flex.NARROWEST, flex.WIDEST),
+        least_queries=flex.BLOCK,
+        missing=flex.missing,
+    ),
+    "sdpa_cpu": AttentionKernel(_flash, frozenset({"cpu"}), _HALF | {torch.float32}, pruning=True),
+    "eager": AttentionKernel(
+        _eager,
+        None,
+        _HALF | {torch.float32, torch.float64},
+        slope_gradient=True,
+        window=True,
+        bias=True,
+        value_width=True,
+    ),
+}
 
 
 def attention(
@@ -206,10 +239,12 @@ def attention(
         slopes = tuple(slopes.tolist())
     if not 0 <= epsilon < 1:
         raise ValueError(f"epsilon = {epsilon} is not in [0, 1)")
-    request = Request(slopes, window, bias, epsilon)
+    request = AttentionRequest(slopes, window, bias, epsilon)
     if kernel is None:
-        kernel = next(name for name in KERNELS if not KERNELS[name].lacks(q, k, v, request))
-    lacking = KERNELS[kernel].lacks(q, k, v, request)
+        kernel = next(
+            name for name in KERNELS if not KERNELS[name].unsupported_reason(q, k, v, request)
+        )
+    lacking = KERNELS[kernel].unsupported_reason(q, k, v, request)
     if lacking:
         raise ValueError(f"attention kernel {kernel} cannot do {lacking}")
     if q.numel() == 0:

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 SCORES_AT_ONCE = 1 << 24
 
 
-def exact_attention(
+def eager_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from alibi_lm.model.pruning.block_bounds import block_starts
+from alibi_lm.model.pruning.block_bounds import first_key_per_block
 
 BLOCK = 128
 NARROWEST, WIDEST = 16, 256
@@ -95,7 +95,7 @@ def block_mask(
     if not long or min(slopes or (0,)) <= 0:
         return _plain_mask(num_queries, num_keys, window, q.device)
     assert slopes is not None
-    first = block_starts(q, k, slopes, epsilon, BLOCK) // BLOCK * BLOCK
+    first = first_key_per_block(q, k, slopes, epsilon, BLOCK) // BLOCK * BLOCK
     return _mask(num_queries, num_keys, window, first)
 
 

@@ -37,12 +37,12 @@ _WIDER = {
 
 _HALF = (torch.bfloat16, torch.float16)
 
-flash_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+sdpa_cpu_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 """The kernel itself: output and log-sum-exp."""
-flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+sdpa_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
-def flash_attention(q: Tensor, k: Tensor, v: Tensor, slopes: tuple[float, ...] | None) -> Tensor:
+def sdpa_cpu_attention(q: Tensor, k: Tensor, v: Tensor, slopes: tuple[float, ...] | None) -> Tensor:
     """Attention of `attention.attention` without window and learned bias.
 
     Args:
@@ -53,7 +53,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, slopes: tuple[float, ...] |
     Returns:
         [B, H, Tq, D].
     """
-    # The kernel reads its inputs as if neighbours in the last dimension were so in memory.
+    # The kernel reads its inputs as if neighbors in the last dimension were so in memory.
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     tracked = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     if not tracked:
@@ -115,7 +115,7 @@ def _chunks_forward(
         bias = key_bias(slopes, offset + end, q.dtype)
         queries = q[:, :, first:end]
         for start, stop, causal in _blocks(offset + first, offset + end):
-            part, part_lse = flash_forward(
+            part, part_lse = sdpa_cpu_forward(
                 queries,
                 k[:, :, start:stop],
                 v[:, :, start:stop],
@@ -212,7 +212,7 @@ def _chunks_backward(
         bias = key_bias(slopes, offset + end, q.dtype)
         dq: Tensor | None = None
         for start, stop, causal in _blocks(offset + first, offset + end):
-            part_q, part_k, part_v = flash_backward(
+            part_q, part_k, part_v = sdpa_cpu_backward(
                 grad[:, :, first:end],
                 q[:, :, first:end],
                 k[:, :, start:stop],

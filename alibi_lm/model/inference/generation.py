@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from alibi_lm.model.decoder import Decoder
-from alibi_lm.model.inference.kv_cache import Cache
-from alibi_lm.model.inference.long_scoring import DENSE_UP_TO, why_dense
-from alibi_lm.model.inference.pruned_kv_cache import RingCache, RingReport
+from alibi_lm.model.inference.kv_cache import KVCache
+from alibi_lm.model.inference.long_scoring import DENSE_UP_TO, pruning_unsupported_reason
+from alibi_lm.model.inference.pruned_kv_cache import PrunedKVCache, PrunedKVReport
 from alibi_lm.model.init import generator
 from alibi_lm.utils.errors import DataError, Problem
 
@@ -28,13 +28,13 @@ def generate(
     top_p: float | None = None,
     seed: int = 0,
     eos_id: int | None = None,
-    epsilon: float = 0.0,
-    report: RingReport | None = None,
+    pruning_tolerance: float = 0.0,
+    report: PrunedKVReport | None = None,
 ) -> list[list[int]]:
     """Continue each prompt; prompts may differ in length.
 
     Prompts of one length are run as one batch. Each prompt draws from its own generator, made
-    from (seed, its index), so that its continuation does not depend on its neighbours.
+    from (seed, its index), so that its continuation does not depend on its neighbors.
 
     Args:
         decoder: the model.
@@ -45,7 +45,7 @@ def generate(
         top_p: draw from the fewest most likely tokens that together have this probability.
         seed: seed of the draws.
         eos_id: a continuation ends with this token, which it includes.
-        epsilon: what each head and row may leave out of its probability, see `decoding_cache`.
+        pruning_tolerance: see `decoding_cache`.
         report: takes up what decoding with rings has read.
 
     Returns:
@@ -64,7 +64,7 @@ def generate(
         generators = [generator(seed, index) for index in members]
         batch = torch.tensor([rows[index] for index in members], dtype=torch.int64)
         finished = [False] * len(members)
-        cache = decoding_cache(decoder, length + max_new_tokens, epsilon, report=report)
+        cache = decoding_cache(decoder, length + max_new_tokens, pruning_tolerance, report=report)
         for tokens in _steps(
             decoder, batch, max_new_tokens, temperature, top_k, top_p, generators, cache
         ):
@@ -87,14 +87,14 @@ def stream(
     top_p: float | None = None,
     seed: int = 0,
     eos_id: int | None = None,
-    epsilon: float = 0.0,
+    pruning_tolerance: float = 0.0,
 ) -> Iterator[int]:
     """The tokens of `generate` for one prompt, each as soon as it is known."""
     row = [int(token) for token in prompt]
     _check(decoder, [row], max_new_tokens, temperature, top_k, top_p)
     batch = torch.tensor([row], dtype=torch.int64)
     generators = [generator(seed, 0)]
-    cache = decoding_cache(decoder, len(row) + max_new_tokens, epsilon)
+    cache = decoding_cache(decoder, len(row) + max_new_tokens, pruning_tolerance)
     for tokens in _steps(
         decoder, batch, max_new_tokens, temperature, top_k, top_p, generators, cache
     ):
@@ -106,22 +106,29 @@ def stream(
 def decoding_cache(
     decoder: Decoder,
     num_tokens: int,
-    epsilon: float,
+    pruning_tolerance: float,
     folder: Path | None = None,
-    report: RingReport | None = None,
-) -> Cache:
+    report: PrunedKVReport | None = None,
+) -> KVCache:
     """A cache for `num_tokens` tokens.
 
-    With an epsilon above 0, a model that has horizons, and more than `DENSE_UP_TO` tokens it is a
-    `RingCache`: each head and row may leave out `epsilon` of its probability, and memory beside
+    With a pruning tolerance above 0, a model with a pruning bound, and more than `DENSE_UP_TO`
+    tokens it is a `PrunedKVCache`: each head and row may leave out `pruning_tolerance` of its
+    probability, and memory beside
     the store of old keys and values (in `folder`, or in host memory) is bounded.
     """
-    if epsilon > 0 and num_tokens > DENSE_UP_TO and why_dense(decoder) is None:
-        return RingCache(decoder.config.num_layers, epsilon, folder, report or RingReport())
+    if (
+        pruning_tolerance > 0
+        and num_tokens > DENSE_UP_TO
+        and pruning_unsupported_reason(decoder) is None
+    ):
+        return PrunedKVCache(
+            decoder.config.num_layers, pruning_tolerance, folder, report or PrunedKVReport()
+        )
     return decoder.new_cache()
 
 
-def prefill(decoder: Decoder, tokens: Tensor, cache: Cache) -> Tensor:
+def prefill(decoder: Decoder, tokens: Tensor, cache: KVCache) -> Tensor:
     """Put tokens [B, T] into the cache, some at a time; the last one's logits [B, V].
 
     No gradients.
@@ -140,7 +147,7 @@ def _steps(
     top_k: int | None,
     top_p: float | None,
     generators: list[torch.Generator],
-    cache: Cache,
+    cache: KVCache,
 ) -> Iterator[list[int]]:
     """The next token of every row, again and again."""
     tokens = batch.to(decoder.embedding.weight.device)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-class LayerCache:
+class LayerKVCache:
     """Keys and values of one block, in buffers that double when full."""
 
     def __init__(self) -> None:
@@ -55,11 +55,11 @@ class LayerCache:
         return buffer
 
 
-class Cache:
+class KVCache:
     """The caches of all blocks, in order."""
 
     def __init__(self, num_layers: int) -> None:
-        self.layers: Sequence[LayerCache] = [LayerCache() for _ in range(num_layers)]
+        self.layers: Sequence[LayerKVCache] = [LayerKVCache() for _ in range(num_layers)]
 
     @property
     def length(self) -> int:

@@ -13,7 +13,7 @@ SEGMENT = 4096
 came before it."""
 
 
-class ColdStore:
+class KVOffloadStore:
     """Keys and values [KV, n, D] by position, written at the end and read anywhere."""
 
     def __init__(self, folder: Path | None = None) -> None:

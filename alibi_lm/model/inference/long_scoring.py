@@ -21,8 +21,8 @@ from torch import Tensor
 
 from alibi_lm.model.decoder import Decoder
 from alibi_lm.model.layers import Block
-from alibi_lm.model.pruning.block_sparse import BLOCK, NEAR, Reach
-from alibi_lm.model.pruning.bounds import KeyBall
+from alibi_lm.model.pruning.block_sparse import BLOCK, LOCAL_KEYS, BlockSpans
+from alibi_lm.model.pruning.bounds import KeyNormBound
 from alibi_lm.model.pruning.pruned_attention import CHUNK, attend
 
 Observer = Callable[[int, int, Tensor, Tensor], None]
@@ -35,14 +35,14 @@ MOST_KEPT = 32768
 
 
 @dataclass
-class LongReport:
+class LongScoringReport:
     """How far the heads of each layer read, and how often that was further than what was kept."""
 
-    reaches: list[list[Reach]] = field(default_factory=list)
+    reaches: list[list[BlockSpans]] = field(default_factory=list)
     """Of each layer, chunk by chunk."""
     num_tokens: int = 0
     """Queries of one layer."""
-    made_again: int = 0
+    recomputed: int = 0
     """Keys, over all layers, that were made again because a query reached back so far."""
     kept: int = 0
     """Most keys and values that a layer kept, in tokens."""
@@ -53,16 +53,16 @@ class LongReport:
             [torch.cat([part.keys.T for part in reaches]) for reaches in self.reaches]
         )
 
-    def add(self, layer: int, reaches: list[Reach], made_again: int, kept: int) -> None:
+    def add(self, layer: int, reaches: list[BlockSpans], recomputed: int, kept: int) -> None:
         """Take up one layer's chunk."""
         while len(self.reaches) <= layer:
             self.reaches.append([])
         self.reaches[layer] += reaches
-        self.made_again += made_again
+        self.recomputed += recomputed
         self.kept = max(self.kept, kept)
 
 
-def why_dense(decoder: Decoder) -> str | None:
+def pruning_unsupported_reason(decoder: Decoder) -> str | None:
     """Why horizons cannot be had for this model, or None where they can."""
     config = decoder.config
     if config.position != "alibi":
@@ -80,13 +80,13 @@ def long_losses(
     tokens: Tensor,
     targets: Tensor,
     epsilon: float,
-    report: LongReport | None = None,
+    report: LongScoringReport | None = None,
     observe: Observer | None = None,
 ) -> Tensor:
     """`Decoder.losses` of one sequence, each head and row within `epsilon` of its probability.
 
     Args:
-        decoder: a model of which `why_dense` says nothing.
+        decoder: a model of which `pruning_unsupported_reason` says nothing.
         tokens: [T] int64.
         targets: [T] int64.
         epsilon: probability that each head and row may leave out, above 0 and below 1.
@@ -99,12 +99,12 @@ def long_losses(
     Raises:
         ValueError: the model has no horizons, or epsilon is out of range.
     """
-    reason = why_dense(decoder)
+    reason = pruning_unsupported_reason(decoder)
     if reason is not None:
         raise ValueError(f"no horizons: {reason}")
     if not 0 < epsilon < 1:
         raise ValueError(f"epsilon = {epsilon} is not in (0, 1)")
-    report = LongReport() if report is None else report
+    report = LongScoringReport() if report is None else report
     report.num_tokens += len(tokens)
     losses = torch.empty(len(tokens), dtype=torch.float32)
     with torch.no_grad():
@@ -117,7 +117,7 @@ def _run(
     tokens: Tensor,
     targets: Tensor,
     epsilon: float,
-    report: LongReport,
+    report: LongScoringReport,
     losses: Tensor,
     observe: Observer | None,
 ) -> None:
@@ -135,9 +135,9 @@ def _run(
             layer.observe = partial(observe, index)
         last = index + 1 == len(decoder.blocks)
         for first, stop in chunks:
-            before = layer.made_again
+            before = layer.recomputed
             hidden, reaches = layer.chunk(first, stop)
-            report.add(index, reaches, layer.made_again - before, layer.keys.shape[1])
+            report.add(index, reaches, layer.recomputed - before, layer.keys.shape[1])
             if last:
                 target = targets[None, first:stop]
                 losses[first:stop] = decoder.hidden_losses(hidden[None], target)[0]
@@ -146,18 +146,18 @@ def _run(
 
 
 class _Layer:
-    """One block on its way over the input: the `Source` of its keys and values so far."""
+    """One block on its way over the input: the `KVSource` of its keys and values so far."""
 
     def __init__(self, block: Block, inputs: Tensor, epsilon: float) -> None:
         assert block.attention.slopes is not None
         self.block, self.inputs, self.epsilon = block, inputs, epsilon
         self.slopes = block.attention.slopes
         self.start = 0
-        self.made_again = 0
+        self.recomputed = 0
         self.observe: Callable[[int, Tensor, Tensor], None] | None = None
         self._keep = 0
 
-    def chunk(self, first: int, stop: int) -> tuple[Tensor, list[Reach]]:
+    def chunk(self, first: int, stop: int) -> tuple[Tensor, list[BlockSpans]]:
         """The block's output [n, hidden_size] at positions [first, stop), and its reaches."""
         hidden = self.inputs[None, first:stop]
         q, k, v = (x[0] for x in self.block.attention.project(self.block.attention_norm(hidden)))
@@ -165,13 +165,13 @@ class _Layer:
             self.observe(first, q, k)
         self._append(k, v, first)
         mixed, reaches = attend(q, self, first, self.slopes, self.epsilon)
-        self._keep = max(NEAR, *(int(reach.keys.max()) for reach in reaches))
+        self._keep = max(LOCAL_KEYS, *(int(reach.keys.max()) for reach in reaches))
         hidden = hidden + self.block.attention.output(mixed.transpose(0, 1).flatten(1)[None])
         return (hidden + self.block.mlp(self.block.mlp_norm(hidden)))[0], reaches
 
     def read(self, first: int, stop: int) -> tuple[Tensor, Tensor]:
         """Keys and values [KV, n, D] of positions that are no longer kept."""
-        self.made_again += stop - first
+        self.recomputed += stop - first
         normed = self.block.attention_norm(self.inputs[None, first:stop])
         _, k, v = self.block.attention.project(normed)
         return k[0], v[0]
@@ -179,7 +179,7 @@ class _Layer:
     def _append(self, k: Tensor, v: Tensor, first: int) -> None:
         """Add a chunk's keys and values; keep of those before what the last chunk has read."""
         if first == 0:
-            self.ball = KeyBall(k)
+            self.ball = KeyNormBound(k)
             self.keys, self.values = k.contiguous(), v.contiguous()
         else:
             keep = min(-(-self._keep // BLOCK) * BLOCK, MOST_KEPT, self.keys.shape[1])

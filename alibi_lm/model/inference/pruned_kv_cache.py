@@ -18,12 +18,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from alibi_lm.model.attention.sdpa_cpu import flash_forward, key_bias, merge_part
-from alibi_lm.model.inference.kv_cache import Cache, LayerCache
-from alibi_lm.model.inference.kv_offload import ColdStore
-from alibi_lm.model.pruning.block_sparse import ALIKE, NEAR, distance_bias
+from alibi_lm.model.attention.sdpa_cpu import key_bias, merge_part, sdpa_cpu_forward
+from alibi_lm.model.inference.kv_cache import KVCache, LayerKVCache
+from alibi_lm.model.inference.kv_offload import KVOffloadStore
+from alibi_lm.model.pruning.block_sparse import GROUP_TOLERANCE, LOCAL_KEYS, distance_bias
 from alibi_lm.model.pruning.bounds import (
-    KeyBall,
+    KeyNormBound,
     Rows,
     log_far_mass,
     lower_logsumexp,
@@ -39,30 +39,30 @@ REVIEW = 256
 """Tokens between two looks at whether rings are long enough."""
 TOO_MANY = 8
 """Queries of a head in that time that may read the cold store before its ring is made longer."""
-COLD_PIECE = 1024
+OFFLOAD_CHUNK = 1024
 """Keys read from the cold store at a time."""
 
 
 @dataclass
-class RingReport:
+class PrunedKVReport:
     """What decoding token by token has read, over all layers and heads."""
 
     queries: int = 0
     """Queries of single heads."""
-    cold_queries: int = 0
+    offload_queries: int = 0
     """Of those, how many read the cold store."""
-    cold_keys: int = 0
+    offload_keys: int = 0
     """Keys read there."""
 
     @property
-    def cold_share(self) -> float:
+    def offload_share(self) -> float:
         """Share of queries that read the cold store."""
-        return self.cold_queries / max(1, self.queries)
+        return self.offload_queries / max(1, self.queries)
 
 
 @dataclass
-class _Ring:
-    """The last tokens of some neighbouring key heads."""
+class _SlidingBuffer:
+    """The last tokens of some neighboring key heads."""
 
     heads: slice
     """Key heads."""
@@ -93,37 +93,37 @@ class _Ring:
 
 @dataclass
 class _Tail:
-    """The last keys and values, contiguous, and the others in the cold store: a `Source`."""
+    """The last keys and values, contiguous, and the others in the cold store: a `KVSource`."""
 
     start: int
     keys: Tensor
     values: Tensor
-    ball: KeyBall
-    cold: ColdStore
+    ball: KeyNormBound
+    cold: KVOffloadStore
 
     def read(self, first: int, stop: int) -> tuple[Tensor, Tensor]:
         """Keys and values of older positions."""
         return self.cold.read(first, stop)
 
 
-class RingLayer(LayerCache):
+class PrunedKVLayer(LayerKVCache):
     """Keys and values of one block: rings, and the cold store behind them."""
 
-    def __init__(self, epsilon: float, folder: Path | None, report: RingReport) -> None:
+    def __init__(self, epsilon: float, folder: Path | None, report: PrunedKVReport) -> None:
         super().__init__()
         self.epsilon, self.report = epsilon, report
-        self.cold = ColdStore(folder)
-        self.rings: list[_Ring] = []
+        self.cold = KVOffloadStore(folder)
+        self.rings: list[_SlidingBuffer] = []
         self.needs: list[int] = []
         """Of each key head, how many keys its ring must have."""
         self._reached = 0
         """How far the tokens that last came together have read at most."""
-        self._ball: KeyBall | None = None
+        self._ball: KeyNormBound | None = None
         self._seen: list[list[int]] = []
         self._until_review = REVIEW
 
     @property
-    def hot_bytes(self) -> int:
+    def resident_kv_bytes(self) -> int:
         """Bytes of the rings."""
         return sum(ring.buffers.numel() * ring.buffers.element_size() for ring in self.rings)
 
@@ -147,7 +147,7 @@ class RingLayer(LayerCache):
         slopes = slopes * q.shape[0]
         queries, keys, values = (x.flatten(0, 1) for x in (q, k, v))
         if self._ball is None:
-            self._ball = KeyBall(keys)
+            self._ball = KeyNormBound(keys)
             self.needs = [SMALLEST] * keys.shape[0]
             self._seen = [[] for _ in self.needs]
         if q.shape[2] == 1:
@@ -171,7 +171,7 @@ class RingLayer(LayerCache):
         assert self._ball is not None
         first = self.length
         self._store(k, v)
-        start = max(0, first - max(NEAR, self._reached, *self.needs))
+        start = max(0, first - max(LOCAL_KEYS, self._reached, *self.needs))
         keys, values = self.cold.read(start, self.length)
         if keys.stride() != values.stride():
             keys, values = keys.contiguous(), values.contiguous()
@@ -210,24 +210,24 @@ class RingLayer(LayerCache):
         self.length += k.shape[1]
 
     def _make_rings(self) -> None:
-        """Group neighbouring key heads of like needs, and fill their rings from the cold store."""
+        """Group neighboring key heads of like needs, and fill their rings from the cold store."""
         sizes = [-(-int(need * MARGIN) // SMALLEST) * SMALLEST for need in self.needs]
         start = 0
         for head in range(1, len(sizes) + 1):
             group = sizes[start : head + 1]
-            if head < len(sizes) and max(group) <= ALIKE * min(group):
+            if head < len(sizes) and max(group) <= GROUP_TOLERANCE * min(group):
                 continue
             self.rings.append(self._ring(slice(start, head), max(sizes[start:head])))
             start = head
 
-    def _ring(self, heads: slice, capacity: int) -> _Ring:
+    def _ring(self, heads: slice, capacity: int) -> _SlidingBuffer:
         count = min(capacity, self.length)
         keys, values = self.cold.read(self.length - count, self.length)
         room = max(SMALLEST, capacity // 4)
         shape = (2, heads.stop - heads.start, capacity + room, keys.shape[2])
         buffers = torch.empty(shape, dtype=keys.dtype)
         buffers[0, :, :count], buffers[1, :, :count] = keys[heads], values[heads]
-        return _Ring(heads, capacity, self.length - count, buffers, count)
+        return _SlidingBuffer(heads, capacity, self.length - count, buffers, count)
 
     def _read_rings(self, q: Tensor, slopes: tuple[float, ...]) -> tuple[Tensor, Tensor, list[int]]:
         """Output fp32 [H, 1, D], log-sum-exp [H, 1], and the first position each head has read."""
@@ -241,7 +241,9 @@ class RingLayer(LayerCache):
             first, stored = ring.view()
             heads = slice(ring.heads.start * group, ring.heads.stop * group)
             bias = table[:, heads, :, longest - stored.shape[2] :]
-            part = flash_forward(q[None, heads], stored[:1], stored[1:], 0.0, False, attn_mask=bias)
+            part = sdpa_cpu_forward(
+                q[None, heads], stored[:1], stored[1:], 0.0, False, attn_mask=bias
+            )
             outputs.append(part[0][0].float())
             logsumexps.append(part[1][0].float())
             begins += [first] * (heads.stop - heads.start)
@@ -276,8 +278,8 @@ class RingLayer(LayerCache):
         group = q.shape[0] // len(self.needs)
         for head, (begin, ring_begin) in enumerate(zip(begins, ring_begins, strict=True)):
             if begin < ring_begin:
-                self.report.cold_queries += 1
-                self.report.cold_keys += ring_begin - begin
+                self.report.offload_queries += 1
+                self.report.offload_keys += ring_begin - begin
                 self._seen[head // group].append(self.length - begin)
 
     def _widen(
@@ -291,7 +293,7 @@ class RingLayer(LayerCache):
         stored = ring.view()[1][:, None, kv - ring.heads.start, None].float()
         bias = distance_bias(slopes[head], stored.shape[3] - 1, 0)
         query = q[None, head : head + 1].float()
-        part = flash_forward(query, stored[0], stored[1], 0.0, False, attn_mask=bias)
+        part = sdpa_cpu_forward(query, stored[0], stored[1], 0.0, False, attn_mask=bias)
         output[head], lse[head] = part[0][0, 0], part[1][0, 0]
 
     def _read_piece(
@@ -304,11 +306,11 @@ class RingLayer(LayerCache):
         slopes: tuple[float, ...],
     ) -> None:
         stop = begins[head]
-        first = max(0, stop - COLD_PIECE)
+        first = max(0, stop - OFFLOAD_CHUNK)
         kv = head // (q.shape[0] // len(self.needs))
         keys, values = self.cold.read(first, stop)
         bias = distance_bias(slopes[head], self.length - 1 - first, self.length - stop)
-        part, part_lse = flash_forward(
+        part, part_lse = sdpa_cpu_forward(
             q[None, head : head + 1].float(),
             keys[None, kv : kv + 1].float(),
             values[None, kv : kv + 1].float(),
@@ -332,7 +334,7 @@ class RingLayer(LayerCache):
 
 
 @dataclass
-class RingCache(Cache):
+class PrunedKVCache(KVCache):
     """The rings of all blocks, in order.
 
     Attributes:
@@ -343,20 +345,20 @@ class RingCache(Cache):
     epsilon: float
     folder: Path | None = None
     """Where cold keys and values lie; by default in host memory."""
-    report: RingReport = field(default_factory=RingReport)
+    report: PrunedKVReport = field(default_factory=PrunedKVReport)
 
     def __post_init__(self) -> None:
         self.rings = [
-            RingLayer(self.epsilon, self.folder, self.report) for _ in range(self.num_layers)
+            PrunedKVLayer(self.epsilon, self.folder, self.report) for _ in range(self.num_layers)
         ]
-        self.layers: Sequence[LayerCache] = self.rings
+        self.layers: Sequence[LayerKVCache] = self.rings
 
     @property
-    def hot_bytes(self) -> int:
+    def resident_kv_bytes(self) -> int:
         """Bytes of all rings."""
-        return sum(layer.hot_bytes for layer in self.rings)
+        return sum(layer.resident_kv_bytes for layer in self.rings)
 
     @property
-    def cold_bytes(self) -> int:
+    def offloaded_kv_bytes(self) -> int:
         """Bytes of all cold stores."""
         return sum(layer.cold.num_bytes for layer in self.rings)

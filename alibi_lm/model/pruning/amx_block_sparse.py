@@ -10,25 +10,25 @@ import torch
 from torch import Tensor
 
 from alibi_lm.kernels.amx import attention as native
-from alibi_lm.model.pruning.block_sparse import BLOCK, NEAR, QueryBlocks
+from alibi_lm.model.pruning.block_sparse import BLOCK, LOCAL_KEYS, BlockSparseAttention
 
 
-def why_not_compiled(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+def amx_unsupported_reason(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     """Why the compiled kernel cannot serve queries [H, n, D] and their keys [KV, N, D], or None."""
     if q.dtype != torch.bfloat16:
         return f"{q.dtype}"
-    return native.why_not(q[None], k[None], v[None])
+    return native.unsupported_reason(q[None], k[None], v[None])
 
 
-class CompiledBlocks(QueryBlocks):
+class AmxBlockSparseAttention(BlockSparseAttention):
     """Whole blocks of bf16 queries."""
 
     def _read_near(self) -> int:
-        """Log-sum-exps of the blocks' own keys and at least the `NEAR` before them."""
+        """Log-sum-exps of the blocks' own keys and at least the `LOCAL_KEYS` before them."""
         first = int(self.near[0])
         _, self.lse = self._read(first, self.near.expand(self.num_heads, -1))
         # The kernel starts at multiples of its own block.
-        return NEAR + self.size + native.BLOCK
+        return LOCAL_KEYS + self.size + native.BLOCK
 
     def _read_on(self, begin: Tensor) -> None:
         """Everything at hand from `begin` [H, blocks] on."""

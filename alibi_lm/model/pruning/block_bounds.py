@@ -42,7 +42,7 @@ _SLACK = 1e-3
 
 
 @torch.no_grad()
-def block_starts(
+def first_key_per_block(
     q: Tensor, k: Tensor, slopes: tuple[float, ...], epsilon: float, block: int
 ) -> Tensor:
     """Where each block of queries must start to read, over all sequences of the batch.
@@ -59,10 +59,10 @@ def block_starts(
     """
     num_queries, num_keys = q.shape[2], k.shape[2]
     offset = num_keys - num_queries
-    excess = _scores_over_logsumexp(q, k, slopes, block)
+    loss_gap = _scores_over_logsumexp(q, k, slopes, block)
     steepness = torch.tensor(slopes, dtype=torch.float64, device=q.device).view(-1, 1)
     rows = torch.arange(offset, num_keys, device=q.device)
-    worst = _pad(excess - steepness * rows, block, -math.inf).unflatten(2, (-1, block)).amax(3)
+    worst = _pad(loss_gap - steepness * rows, block, -math.inf).unflatten(2, (-1, block)).amax(3)
     room = math.log(epsilon) + torch.log(-torch.expm1(-steepness)) - worst
     found = 1 + torch.floor(room / steepness)
     first = torch.arange(offset, num_keys, block, device=q.device, dtype=torch.float64)
@@ -83,16 +83,16 @@ def _scores_over_logsumexp(q: Tensor, k: Tensor, slopes: tuple[float, ...], bloc
     def grouped(x: Tensor) -> Tensor:
         return x.repeat_interleave(group, dim=1) if group > 1 else x
 
-    centre = k.mean(dim=2, keepdim=True).nan_to_num(0.0, 0.0, 0.0)
+    center = k.mean(dim=2, keepdim=True).nan_to_num(0.0, 0.0, 0.0)
     lengths = upper_norms(q).double()
     # What lies before a block, for each of its rows.
-    radii = (upper_norms(k - centre) * (1 + 2 * _ROUNDING)).cummax(dim=2).values
-    longest = (radii[:, :, -1:] + upper_norms(centre)).double()
+    radii = (upper_norms(k - center) * (1 + 2 * _ROUNDING)).cummax(dim=2).values
+    longest = (radii[:, :, -1:] + upper_norms(center)).double()
     before = torch.arange(offset, k.shape[2], block, device=q.device)
     radius = torch.where(before > 0, radii[:, :, (before - 1).clamp(min=0)], 0.0)
     radius = radius.repeat_interleave(block, dim=2)[:, :, :num_queries]
     # Sums of products, not matrix products: those may be told to round their inputs.
-    towards = (q * grouped(centre)).sum(dim=3).double()
+    towards = (q * grouped(center)).sum(dim=3).double()
     own = (q * grouped(k[:, :, offset:])).sum(dim=3).double()
     mean, constant = _mean_keys(k, offset, slopes, group)
     tiles = _pad(q, TILE, 0.0).unflatten(2, (-1, TILE))

@@ -1,6 +1,6 @@
 """Query blocks that read as far as `horizon` proves necessary, in few calls of a fused kernel.
 
-A first call of torch's kernel gives every block its own keys and the `NEAR` keys before them, for
+A first call of torch's kernel gives every block its own keys and the `LOCAL_KEYS` before them, for
 all heads and blocks at once: blocks are the batch, their keys overlapping views. The bias is
 -m(i - j) there, exact at any position, and 16-bit numbers are widened to fp32. The log-sum-exps
 then prove for each block and head where it must start to read. Heads that reach alike, and runs of
@@ -19,20 +19,20 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from alibi_lm.model.attention.sdpa_cpu import flash_forward, key_bias, merge_part
-from alibi_lm.model.pruning.bounds import KeyBall, Rows, lower_logsumexp, query_rows, starts
+from alibi_lm.model.attention.sdpa_cpu import key_bias, merge_part, sdpa_cpu_forward
+from alibi_lm.model.pruning.bounds import KeyNormBound, Rows, lower_logsumexp, query_rows, starts
 
 BLOCK = 128
-NEAR = 128
-ALIKE = 1.25
+LOCAL_KEYS = 128
+GROUP_TOLERANCE = 1.25
 """Heads go together where the longest reach is at most this many times the shortest."""
 CALL_COST = 1024
 """What a call costs, as keys of one block; decides how finely runs of blocks are cut."""
-PIECE = 4096
+OFFLOAD_CHUNK = 4096
 """Keys read at a time that are not at hand."""
 
 
-class Source(Protocol):
+class KVSource(Protocol):
     """The keys and values of one sequence up to some position, by absolute position."""
 
     start: int
@@ -41,7 +41,7 @@ class Source(Protocol):
     """[KV, n, D], the last dimension contiguous: what is at hand."""
     values: Tensor
     """[KV, n, D], with the strides of `keys`."""
-    ball: KeyBall
+    ball: KeyNormBound
     """Of all keys."""
 
     def read(self, first: int, stop: int) -> tuple[Tensor, Tensor]:
@@ -50,7 +50,7 @@ class Source(Protocol):
 
 
 @dataclass
-class Reach:
+class BlockSpans:
     """How far the blocks of a chunk read."""
 
     first: list[int]
@@ -59,11 +59,11 @@ class Reach:
     """[H, blocks] int64: keys read before the block's first query."""
 
 
-class QueryBlocks:
+class BlockSparseAttention:
     """Query blocks of equal size, and what they have read so far."""
 
     def __init__(
-        self, q: Tensor, source: Source, first: int, slopes: tuple[float, ...], size: int
+        self, q: Tensor, source: KVSource, first: int, slopes: tuple[float, ...], size: int
     ) -> None:
         self.source, self.slopes, self.size = source, slopes, size
         self.num_heads, length, self.width = q.shape
@@ -78,7 +78,7 @@ class QueryBlocks:
         """[H, blocks, size] fp32, its log-sum-exp."""
         begins = first + size * torch.arange(self.count)
         self.begins: list[int] = begins.tolist()
-        self.near = (begins - NEAR).clamp(min=0)
+        self.near = (begins - LOCAL_KEYS).clamp(min=0)
         self.positions = begins.unsqueeze(1) + torch.arange(size)
 
     def attend(self, epsilon: float) -> Tensor:
@@ -92,33 +92,35 @@ class QueryBlocks:
             rows.towards.view_as(self.lse), rows.norm.view_as(self.lse), rows.heads, rows.slopes
         )
         begin = starts(shaped, self.source.ball, lower, self.positions, self.near, epsilon)
-        self.reach = Reach(self.begins, torch.tensor(self.begins) - begin)
+        self.reach = BlockSpans(self.begins, torch.tensor(self.begins) - begin)
         # What is at hand first; then, for the few blocks that need it, what is not.
         self._read_on(begin.clamp(min=self.source.start))
         self._read_older(begin)
         return self.output.to(self.q.dtype).flatten(1, 2)
 
     def _read_near(self) -> int:
-        """The blocks' own keys and the `NEAR` before them; the largest distance between two."""
+        """The blocks' own and local keys; returns the largest distance between two."""
         mask = _near_mask(self.slopes, self.size)
         self.output = self.q.new_empty(self.q.shape, dtype=torch.float32)
         self.lse = self.q.new_empty(self.q.shape[:3], dtype=torch.float32)
-        full = next((n for n, begin in enumerate(self.begins) if begin >= NEAR), self.count)
+        full = next((n for n, begin in enumerate(self.begins) if begin >= LOCAL_KEYS), self.count)
         runs = [(n, n + 1) for n in range(full)]
         if full < self.count:
             runs.append((full, self.count))
         for start, stop in runs:
-            first = max(0, self.begins[start] - NEAR)
+            first = max(0, self.begins[start] - LOCAL_KEYS)
             length = self.begins[start] + self.size - first
             keys, values = (
                 self._windows(x, stop - start, first, length, torch.float32)
                 for x in (self.source.keys, self.source.values)
             )
             queries = self.q[:, start:stop].transpose(0, 1).float()
-            part = flash_forward(queries, keys, values, 0.0, False, attn_mask=mask[..., -length:])
+            part = sdpa_cpu_forward(
+                queries, keys, values, 0.0, False, attn_mask=mask[..., -length:]
+            )
             self.output[:, start:stop] = part[0].transpose(0, 1)
             self.lse[:, start:stop] = part[1].transpose(0, 1)
-        return NEAR + self.size
+        return LOCAL_KEYS + self.size
 
     def _read_on(self, begin: Tensor) -> None:
         """What is at hand from `begin` [H, blocks] on."""
@@ -140,13 +142,13 @@ class QueryBlocks:
         )
 
     def _head_groups(self, needed: Tensor) -> Iterator[slice]:
-        """Neighbouring heads of like reach that have something to read."""
+        """Neighboring heads of like reach that have something to read."""
         longest = needed.amax(dim=1).tolist()
         start = 0
         for head in range(1, self.num_heads + 1):
             if head < self.num_heads:
                 reaches = longest[start : head + 1]
-                alike = max(reaches) <= ALIKE * min(reaches)
+                alike = max(reaches) <= GROUP_TOLERANCE * min(reaches)
                 # A call takes one key head, or as many key heads as query heads.
                 shared = start // self.group == head // self.group
                 if alike and (self.group == 1 or shared):
@@ -168,7 +170,7 @@ class QueryBlocks:
             yield start, stop, longest
             return
         middle = (start + stop) // 2
-        inside = self.begins[start] - NEAR - longest >= self.source.start
+        inside = self.begins[start] - LOCAL_KEYS - longest >= self.source.start
         halves = sum(
             CALL_COST + (b - a) * max(needed[a:b]) for a, b in ((start, middle), (middle, stop))
         )
@@ -189,7 +191,7 @@ class QueryBlocks:
         bias = key_bias(self.slopes, self.begins[start] + self.size - first, torch.float32)
         assert bias is not None
         queries = self.q[heads, start:stop].transpose(0, 1).to(self.far_dtype)
-        part = flash_forward(
+        part = sdpa_cpu_forward(
             queries, keys, values, 0.0, False, attn_mask=bias[:, heads, :, :length]
         )
         self._merge(heads, slice(start, stop), part[0].transpose(0, 1), part[1].transpose(0, 1))
@@ -199,15 +201,15 @@ class QueryBlocks:
         hand, oldest = self.source.start, int(begin.min())
         if oldest < hand:
             self.output = self.output.float()
-        for stop in range(hand, oldest, -PIECE):
-            first = max(oldest, stop - PIECE)
+        for stop in range(hand, oldest, -OFFLOAD_CHUNK):
+            first = max(oldest, stop - OFFLOAD_CHUNK)
             wanting = (begin < stop).nonzero().tolist()
             keys, values = self.source.read(first, stop)
             for head, block in wanting:
                 last = self.begins[block] + self.size - 1
                 bias = distance_bias(self.slopes[head], last - first, last - stop + 1)
                 kv = head // self.group
-                part = flash_forward(
+                part = sdpa_cpu_forward(
                     self.q[None, head : head + 1, block].to(self.far_dtype),
                     keys[None, kv : kv + 1].to(self.far_dtype),
                     values[None, kv : kv + 1].to(self.far_dtype),
@@ -236,9 +238,9 @@ def distance_bias(slope: float, farthest: int, nearest: int) -> Tensor:
 
 @lru_cache(maxsize=8)
 def _near_mask(slopes: tuple[float, ...], size: int) -> Tensor:
-    """-m(i - j), and -inf for j > i, of a block's rows and its `NEAR` + size keys, [1, H, ., .]."""
+    """-m(i - j), and -inf for j > i, of a block's rows and its local and own keys, [1, H, ., .]."""
     with torch.inference_mode(False), torch.no_grad():
-        distances = torch.arange(size)[:, None] + NEAR - torch.arange(NEAR + size)
+        distances = torch.arange(size)[:, None] + LOCAL_KEYS - torch.arange(LOCAL_KEYS + size)
         steepness = torch.tensor(slopes, dtype=torch.float64).view(-1, 1, 1)
         mask = (-steepness * distances).masked_fill(distances < 0, -math.inf)
         return mask.float().unsqueeze(0)

@@ -2,7 +2,7 @@
 
 One head with slope m > 0, a query at position i and the scores s_j = q_i.k_j/sqrt(D) - m(i - j)
 of the keys j <= i. Softmax does not change when the same number is taken from all scores of a
-row, so q.k may be read as q.c + q.(k - c) for any fixed centre c. With r(n) the largest |k_j - c|
+row, so q.k may be read as q.c + q.(k - c) for any fixed center c. With r(n) the largest |k_j - c|
 of the keys j < n, every key that lies before n has
 
     s_j <= b - m(i - j),    b = (q_i.c + |q_i| r(n)) / sqrt(D),
@@ -18,7 +18,7 @@ of the row's probability that lies before n is at most
 
 which falls as n falls, and n = 0 leaves nothing out. The largest n (on a grid) at which this is at
 most epsilon for every row of a query block is where the block starts to read. The output o' of
-what is read, normalised, and the output o of all keys are o = (1 - p) o' + p f with p <= epsilon
+what is read, normalized, and the output o of all keys are o = (1 - p) o' + p f with p <= epsilon
 the share that is left out and f a mean of values: |o - o'| = p |f - o'| <= 2 epsilon max|v|.
 
 No step assumes anything of q and k: where norms are large the bound is weak and more is read. What
@@ -26,7 +26,7 @@ is computed in floating point is moved to the safe side: norms and q.c up, the l
 bounds of their rounding (with fp32 products in full precision, as is torch's default). A number
 that is not finite reads everything.
 
-`prior_horizon` is the bound before any score is known.
+`prior_attention_span` is the bound before any score is known.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _VANISHED = 2.0**-62
 _KERNEL_SLACK = 1e-4
 
 
-def prior_horizon(largest_score: float, slope: float, epsilon: float) -> int:
+def prior_attention_span(largest_score: float, slope: float, epsilon: float) -> int:
     """A distance from which on a head loses at most `epsilon`, from |q.k|/sqrt(D) <= U alone.
 
     Near and far keys share the weights e^(-m d), so of N keys those at distance D and more have at
@@ -66,19 +66,19 @@ def upper_norms(x: Tensor) -> Tensor:
     return norms * (1 + (width + 8) * _ROUNDING) + math.sqrt(width) * _VANISHED
 
 
-class KeyBall:
-    """The ball around a fixed centre that the keys before a position lie in, for each key head.
+class KeyNormBound:
+    """The ball around a fixed center that the keys before a position lie in, for each key head.
 
     Attributes:
-        centre: [KV, D] fp32.
-        centre_norm: [KV] fp32, an upper bound of the centre's norm.
+        center: [KV, D] fp32.
+        center_norm: [KV] fp32, an upper bound of the center's norm.
         length: number of keys seen.
     """
 
     def __init__(self, keys: Tensor) -> None:
-        """Take the centre from `keys` [KV, n, D], which are not added yet: any centre is right."""
-        self.centre = keys.float().mean(dim=1).nan_to_num(0.0, 0.0, 0.0)
-        self.centre_norm = upper_norms(self.centre)
+        """Take the center from `keys` [KV, n, D], which are not added yet: any center is right."""
+        self.center = keys.float().mean(dim=1).nan_to_num(0.0, 0.0, 0.0)
+        self.center_norm = upper_norms(self.center)
         self.length = 0
         # Column n is of the keys before n * GRID; the last one may still grow.
         self._radii = keys.new_zeros(keys.shape[0], 1, dtype=torch.float32)
@@ -88,7 +88,7 @@ class KeyBall:
         """Add the next keys [KV, n, D]."""
         if keys.shape[1] == 0:
             return
-        offsets = upper_norms(keys.float() - self.centre.unsqueeze(1)) * (1 + 2 * _ROUNDING)
+        offsets = upper_norms(keys.float() - self.center.unsqueeze(1)) * (1 + 2 * _ROUNDING)
         start, stop = self.length, self.length + keys.shape[1]
         first, last = start // GRID + 1, (stop - 1) // GRID + 1
         padded = offsets.new_zeros(keys.shape[0], (last - first + 1) * GRID)
@@ -138,20 +138,22 @@ class Rows:
     """[H] fp64."""
 
 
-def query_rows(q: Tensor, ball: KeyBall, slopes: tuple[float, ...]) -> Rows:
+def query_rows(q: Tensor, ball: KeyNormBound, slopes: tuple[float, ...]) -> Rows:
     """What the bound needs of queries [H, n, D]."""
-    heads = torch.arange(q.shape[0], device=q.device) // (q.shape[0] // ball.centre.shape[0])
+    heads = torch.arange(q.shape[0], device=q.device) // (q.shape[0] // ball.center.shape[0])
     width = q.shape[-1]
     scale = 1 / math.sqrt(width)
     norm = upper_norms(q).double() * (scale * (1 + _ROUNDING))
     # Not a matrix product: those may be told to round their inputs.
-    towards = (q.float() * ball.centre[heads].unsqueeze(1)).sum(dim=-1).double() * scale
-    error = (width + 8) * _ROUNDING * norm * ball.centre_norm[heads].double().unsqueeze(1)
+    towards = (q.float() * ball.center[heads].unsqueeze(1)).sum(dim=-1).double() * scale
+    error = (width + 8) * _ROUNDING * norm * ball.center_norm[heads].double().unsqueeze(1)
     steepness = torch.tensor(slopes, dtype=torch.float64, device=q.device)
     return Rows(towards + error, norm, heads, steepness)
 
 
-def lower_logsumexp(rows: Rows, ball: KeyBall, logsumexp: Tensor, span: int, width: int) -> Tensor:
+def lower_logsumexp(
+    rows: Rows, ball: KeyNormBound, logsumexp: Tensor, span: int, width: int
+) -> Tensor:
     """A lower bound, fp64 [H, n], of log-sum-exps that a kernel computed in fp32.
 
     Args:
@@ -163,14 +165,14 @@ def lower_logsumexp(rows: Rows, ball: KeyBall, logsumexp: Tensor, span: int, wid
     """
     computed = logsumexp.double()
     everything = torch.full_like(rows.heads, ball.length)
-    largest = (ball.radii(everything, rows.heads) + ball.centre_norm[rows.heads]).double()
+    largest = (ball.radii(everything, rows.heads) + ball.center_norm[rows.heads]).double()
     slack = (width + 8) * _ROUNDING * rows.norm * largest.unsqueeze(1)
     slack = slack + _ROUNDING * (rows.slopes.unsqueeze(1) * span + computed.abs()) + _KERNEL_SLACK
     return computed - slack
 
 
 def log_far_mass(
-    rows: Rows, ball: KeyBall, lower_lse: Tensor, positions: Tensor, before: Tensor
+    rows: Rows, ball: KeyNormBound, lower_lse: Tensor, positions: Tensor, before: Tensor
 ) -> Tensor:
     """Log of an upper bound of the rows' probability on keys before `before`: the formula above.
 
@@ -196,7 +198,12 @@ def log_far_mass(
 
 
 def starts(
-    rows: Rows, ball: KeyBall, lower_lse: Tensor, positions: Tensor, near: Tensor, epsilon: float
+    rows: Rows,
+    ball: KeyNormBound,
+    lower_lse: Tensor,
+    positions: Tensor,
+    near: Tensor,
+    epsilon: float,
 ) -> Tensor:
     """Where each block must start to read: near - n * GRID for the smallest n that is enough.
 

@@ -14,9 +14,15 @@ import torch
 from torch import Tensor
 
 from alibi_lm.model.attention.dispatch import attention
-from alibi_lm.model.pruning.amx_block_sparse import CompiledBlocks, why_not_compiled
-from alibi_lm.model.pruning.block_sparse import BLOCK, NEAR, QueryBlocks, Reach, Source
-from alibi_lm.model.pruning.bounds import KeyBall
+from alibi_lm.model.pruning.amx_block_sparse import AmxBlockSparseAttention, amx_unsupported_reason
+from alibi_lm.model.pruning.block_sparse import (
+    BLOCK,
+    LOCAL_KEYS,
+    BlockSpans,
+    BlockSparseAttention,
+    KVSource,
+)
+from alibi_lm.model.pruning.bounds import KeyNormBound
 
 CHUNK = 8192
 """Queries whose reaches are found together."""
@@ -25,12 +31,12 @@ WIDE_UP_TO = 4096
 
 
 @dataclass
-class Whole:
+class ResidentKV:
     """All keys and values in memory."""
 
     keys: Tensor
     values: Tensor
-    ball: KeyBall
+    ball: KeyNormBound
     start: int = 0
 
     def read(self, first: int, stop: int) -> tuple[Tensor, Tensor]:
@@ -38,14 +44,14 @@ class Whole:
         raise IndexError(f"keys {first} to {stop} lie before the first")
 
 
-def horizon_attention(
+def pruned_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     *,
     slopes: tuple[float, ...],
     epsilon: float,
-    reaches: list[Reach] | None = None,
+    reaches: list[BlockSpans] | None = None,
 ) -> Tensor:
     """`attention.attention` with biases by slope, that leaves out at most `epsilon` of each row.
 
@@ -83,7 +89,11 @@ def can_leave_out(q: Tensor, k: Tensor, slopes: tuple[float, ...], epsilon: floa
     """Whether horizons can be shorter than the input at all."""
     kernel = q.device.type == "cpu" and q.dtype in (torch.float32, torch.bfloat16, torch.float16)
     return (
-        epsilon > 0 and kernel and min(slopes) > 0 and k.shape[2] > NEAR + BLOCK and q.numel() > 0
+        epsilon > 0
+        and kernel
+        and min(slopes) > 0
+        and k.shape[2] > LOCAL_KEYS + BLOCK
+        and q.numel() > 0
     )
 
 
@@ -93,22 +103,22 @@ def _sequence(
     v: Tensor,
     slopes: tuple[float, ...],
     epsilon: float,
-    reaches: list[Reach] | None,
+    reaches: list[BlockSpans] | None,
 ) -> Tensor:
     """[H, Tq, D] queries of one sequence to [Tq, H, D]."""
     dtype = q.dtype
     whole = q[:, : q.shape[1] - q.shape[1] % BLOCK]
-    if k.shape[1] <= WIDE_UP_TO and why_not_compiled(whole, k, v) is not None:
+    if k.shape[1] <= WIDE_UP_TO and amx_unsupported_reason(whole, k, v) is not None:
         q, k, v = q.float(), k.float(), v.float()
     k, v = k.contiguous(), v.contiguous()
     offset = k.shape[1] - q.shape[1]
-    ball = KeyBall(k[:, :CHUNK])
+    ball = KeyNormBound(k[:, :CHUNK])
     ball.add(k[:, :offset])
     out = torch.empty(q.shape[1], q.shape[0], q.shape[2], dtype=dtype)
     for first in range(0, q.shape[1], CHUNK):
         stop = min(first + CHUNK, q.shape[1])
         ball.add(k[:, offset + first : offset + stop])
-        source = Whole(k[:, : offset + stop], v[:, : offset + stop], ball)
+        source = ResidentKV(k[:, : offset + stop], v[:, : offset + stop], ball)
         part, reach = attend(q[:, first:stop], source, offset + first, slopes, epsilon)
         out[first:stop] = part.transpose(0, 1)
         if reaches is not None:
@@ -117,14 +127,14 @@ def _sequence(
 
 
 def attend(
-    q: Tensor, source: Source, first: int, slopes: tuple[float, ...], epsilon: float
-) -> tuple[Tensor, list[Reach]]:
+    q: Tensor, source: KVSource, first: int, slopes: tuple[float, ...], epsilon: float
+) -> tuple[Tensor, list[BlockSpans]]:
     """Attention of queries at positions `first` on, the last of the source's.
 
     Args:
         q: [H, n, D].
-        source: keys and values up to the last query's; those of the queries and the `NEAR` before
-            them are at hand.
+        source: keys and values up to the last query's; those of the queries and the `LOCAL_KEYS`
+            before them are resident.
         first: position of the first query.
         slopes: of the H heads.
         epsilon: above 0.
@@ -139,9 +149,12 @@ def attend(
     for begin, end, rows in ((0, whole, BLOCK), (whole, q.shape[1], q.shape[1] - whole)):
         if begin < end:
             queries = q[:, begin:end]
-            kind = QueryBlocks
-            if rows == BLOCK and why_not_compiled(queries, source.keys, source.values) is None:
-                kind = CompiledBlocks
+            kind = BlockSparseAttention
+            if (
+                rows == BLOCK
+                and amx_unsupported_reason(queries, source.keys, source.values) is None
+            ):
+                kind = AmxBlockSparseAttention
             blocks = kind(queries, source, first + begin, slopes, rows)
             outputs.append(blocks.attend(epsilon))
             reaches.append(blocks.reach)

@@ -16,7 +16,7 @@ Let g be the gradient of the row's output, a_j = g.v_j, R = max_j a_j - min_j a_
 over the row's keys, and dS_j = P_j (a_j - sum_l P_l a_l) the gradient of its scores. No |P - P'| is
 above p, and sum P'a and sum Pa differ by at most p R. Then, in dS' - dS, a kept key has
 (P'_j - P_j)(a_j - sum P'a) + P_j (sum Pa - sum P'a) and one left out has -dS_j, so that no entry is
-above 2 p R and their absolute sum is at most 3 p R. With dS and dS' summing to 0, for any centre c
+above 2 p R and their absolute sum is at most 3 p R. With dS and dS' summing to 0, for any center c
 of the keys and the sums over the rows i that see key j, of all query heads that share it,
 
     |dq_i - dq'_i| <= 3 epsilon R_i max|k - c| / sqrt(D)
@@ -36,8 +36,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from alibi_lm.model.attention.sdpa_cpu import flash_backward, flash_forward, key_bias, merge_part
-from alibi_lm.model.pruning.block_bounds import block_starts
+from alibi_lm.model.attention.sdpa_cpu import (
+    key_bias,
+    merge_part,
+    sdpa_cpu_backward,
+    sdpa_cpu_forward,
+)
+from alibi_lm.model.pruning.block_bounds import first_key_per_block
 
 BLOCK = 1024
 """Query rows of a block; below 768 the kernel works in smaller tiles, at twice the cost of a pair
@@ -48,8 +53,8 @@ about as much as it saves."""
 WORTH = 0.6
 """Horizons are used where they read at most this share of the dense path's pairs of query and key;
 a pair costs more there."""
-ALIKE = 1.25
-"""Heads, and neighbouring blocks, go together whose longest reach is at most this many times the
+GROUP_TOLERANCE = 1.25
+"""Heads, and neighboring blocks, go together whose longest reach is at most this many times the
 shortest."""
 GRID = 64
 """Reading starts at multiples of this many keys."""
@@ -58,7 +63,7 @@ MOST_BLOCKS = 16
 
 
 @dataclass(frozen=True)
-class Piece:
+class BlockGroup:
     """One call of the kernel: some heads of some blocks of equal size, a window of keys each."""
 
     heads: tuple[int, ...]
@@ -95,9 +100,9 @@ class Piece:
             yield slice(key, key + self.length)
 
 
-def horizon_plan(
+def plan_block_groups(
     q: Tensor, k: Tensor, slopes: tuple[float, ...], epsilon: float
-) -> list[Piece] | None:
+) -> list[BlockGroup] | None:
     """What to read so that each row leaves out at most `epsilon`, or None where all is read.
 
     It follows from q and k alone, so that activations computed again are the same.
@@ -116,7 +121,7 @@ def horizon_plan(
         return None
     offset = num_keys - num_queries
     begins = torch.arange(offset, num_keys, BLOCK)
-    starts = block_starts(q, k, slopes, epsilon, BLOCK).amin(dim=0)
+    starts = first_key_per_block(q, k, slopes, epsilon, BLOCK).amin(dim=0)
     reaches = begins - starts
     reaches = torch.minimum(-(-reaches // GRID) * GRID, begins)
     plan = [*_own(len(slopes), num_queries, offset), *_far(reaches, num_queries, offset)]
@@ -124,8 +129,8 @@ def horizon_plan(
     return plan if sum(piece.pairs for piece in plan) <= WORTH * dense else None
 
 
-def horizon_flash(
-    q: Tensor, k: Tensor, v: Tensor, slopes: tuple[float, ...], plan: list[Piece]
+def block_sparse_sdpa(
+    q: Tensor, k: Tensor, v: Tensor, slopes: tuple[float, ...], plan: list[BlockGroup]
 ) -> Tensor:
     """Attention over the keys of a plan: see `attention.attention` for the arguments.
 
@@ -133,25 +138,27 @@ def horizon_flash(
         [B, H, Tq, D], whose memory lies as [B, Tq, H, D].
     """
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    output: Tensor = _HorizonFlash.apply(q, k, v, slopes, plan)
+    output: Tensor = _BlockSparseSdpa.apply(q, k, v, slopes, plan)
     return output
 
 
-def _own(num_heads: int, num_queries: int, offset: int) -> Iterator[Piece]:
+def _own(num_heads: int, num_queries: int, offset: int) -> Iterator[BlockGroup]:
     whole = num_queries // BLOCK
     for first, size, count in ((0, BLOCK, whole), (whole * BLOCK, num_queries % BLOCK, 1)):
         if size:
             heads = tuple(range(num_heads))
-            yield Piece(heads, first, size, count, offset + first, size, size, True)
+            yield BlockGroup(heads, first, size, count, offset + first, size, size, True)
 
 
-def _far(reaches: Tensor, num_queries: int, offset: int) -> Iterator[Piece]:
+def _far(reaches: Tensor, num_queries: int, offset: int) -> Iterator[BlockGroup]:
     """Pieces of the keys before the blocks, reaches [H, blocks] of them."""
     totals = reaches.sum(dim=1)
     order = totals.argsort().tolist()
     start = 0
     for stop in range(1, len(order) + 1):
-        alike = stop < len(order) and int(totals[order[stop]]) <= ALIKE * int(totals[order[start]])
+        alike = stop < len(order) and int(totals[order[stop]]) <= GROUP_TOLERANCE * int(
+            totals[order[start]]
+        )
         if alike:
             continue
         heads = sorted(order[start:stop])
@@ -159,18 +166,18 @@ def _far(reaches: Tensor, num_queries: int, offset: int) -> Iterator[Piece]:
             row = first * BLOCK
             size = min(BLOCK, num_queries - row)
             key = offset + row - reach
-            yield Piece(tuple(heads), row, size, count, key, reach, reach + size, False)
+            yield BlockGroup(tuple(heads), row, size, count, key, reach, reach + size, False)
         start = stop
 
 
 def _runs(reaches: list[int], offset: int) -> Iterator[tuple[int, int, int]]:
-    """Neighbouring blocks (first, count, keys) that reach alike; the last block is alone."""
+    """Neighboring blocks (first, count, keys) that reach alike; the last block is alone."""
     first = 0
     while first < len(reaches):
         stop, longest, shortest = first + 1, reaches[first], reaches[first]
         while stop < len(reaches) - 1 and stop - first < MOST_BLOCKS:
             longer, less = max(longest, reaches[stop]), min(shortest, reaches[stop])
-            if longer > ALIKE * less or longer > offset + first * BLOCK:
+            if longer > GROUP_TOLERANCE * less or longer > offset + first * BLOCK:
                 break
             stop, longest, shortest = stop + 1, longer, less
         if longest:
@@ -178,19 +185,19 @@ def _runs(reaches: list[int], offset: int) -> Iterator[tuple[int, int, int]]:
         first = stop
 
 
-class _HorizonFlash(torch.autograd.Function):
+class _BlockSparseSdpa(torch.autograd.Function):
     """The kernel over a plan's pieces, and its backward pass."""
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, slopes: tuple[float, ...], plan: list[Piece]
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, slopes: tuple[float, ...], plan: list[BlockGroup]
     ) -> Tensor:
         shape = (q.shape[0], q.shape[2], q.shape[1], q.shape[3])
         output = q.new_empty(shape, dtype=torch.float32).transpose(1, 2)
         lse = q.new_empty(q.shape[:3], dtype=torch.float32)
         for piece in plan:
             keys, values = (_key_windows(x, piece, q.shape[1]) for x in (k, v))
-            part, part_lse = flash_forward(
+            part, part_lse = sdpa_cpu_forward(
                 _blocks(q, piece), keys, values, 0.0, piece.causal, attn_mask=_bias(slopes, piece)
             )
             _merge(output, lse, _unblocked(part, piece), _unblocked(part_lse, piece), piece)
@@ -212,7 +219,7 @@ class _HorizonFlash(torch.autograd.Function):
         for piece in ctx.plan:
             keys, values = (_key_windows(x, piece, q.shape[1]) for x in (k, v))
             queries, upstream, mixed = (_blocks(x, piece) for x in (q, grad, output))
-            part_q, part_k, part_v = flash_backward(
+            part_q, part_k, part_v = sdpa_cpu_backward(
                 upstream,
                 queries,
                 keys,
@@ -243,18 +250,18 @@ def _pick(x: Tensor, heads: tuple[int, ...]) -> Tensor:
     return x[:, list(heads)]
 
 
-def _blocks(x: Tensor, piece: Piece) -> Tensor:
+def _blocks(x: Tensor, piece: BlockGroup) -> Tensor:
     """The piece's rows of x [B, H, Tq, ...] as [B * count, heads, size, ...]."""
     rows = _pick(x, piece.heads)[:, :, piece.rows]
     return rows.unflatten(2, (piece.count, piece.size)).transpose(1, 2).flatten(0, 1)
 
 
-def _unblocked(part: Tensor, piece: Piece) -> Tensor:
+def _unblocked(part: Tensor, piece: BlockGroup) -> Tensor:
     """[B * count, heads, size, ...] as [B, heads, rows, ...]."""
     return part.unflatten(0, (-1, piece.count)).transpose(1, 2).flatten(2, 3)
 
 
-def _key_windows(x: Tensor, piece: Piece, num_heads: int) -> Tensor:
+def _key_windows(x: Tensor, piece: BlockGroup, num_heads: int) -> Tensor:
     """Each block's keys or values of x [B, KV, Tk, D], one for each query head of the piece."""
     group = num_heads // x.shape[1]
     stop = piece.key + (piece.count - 1) * piece.size + piece.length
@@ -263,14 +270,14 @@ def _key_windows(x: Tensor, piece: Piece, num_heads: int) -> Tensor:
     return chosen.unfold(2, piece.length, piece.size).permute(0, 2, 1, 4, 3).flatten(0, 1)
 
 
-def _bias(slopes: tuple[float, ...], piece: Piece) -> Tensor:
+def _bias(slopes: tuple[float, ...], piece: BlockGroup) -> Tensor:
     """m(j - z) with z the last row of each block, [1, heads, 1, length]."""
     bias = key_bias(slopes, piece.to_end, torch.float32)
     assert bias is not None
     return _pick(bias, piece.heads)[..., : piece.length]
 
 
-def _merge(output: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, piece: Piece) -> None:
+def _merge(output: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, piece: BlockGroup) -> None:
     """Put a part's rows into the output; further parts by their log-sum-exp."""
     if piece.causal:
         output[:, :, piece.rows], lse[:, :, piece.rows] = part, part_lse

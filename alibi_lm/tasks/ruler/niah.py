@@ -15,7 +15,7 @@ from typing import Literal
 
 import numpy as np
 
-from alibi_lm.tasks.haystack import Cut, Haystack, line_ends, place
+from alibi_lm.tasks.haystack import Haystack, Slice, line_ends, place
 from alibi_lm.tasks.passkey import FILLER
 from alibi_lm.tasks.prompt import Encoder, Metric, Prompt, generator_of, joined, listed
 from alibi_lm.tasks.words import NUM_KEYS, key_word
@@ -87,16 +87,16 @@ class Niah:
         encode: Encoder,
         haystack: Haystack,
         seed: int,
-        room: int | None = None,
+        answer_budget: int | None = None,
         published: bool = True,
     ) -> None:
         self.name = name
         self.setting = setting
-        self.published = published and room in (None, TOKENS_TO_GENERATE)
+        self.published = published and answer_budget in (None, TOKENS_TO_GENERATE)
         self._encode = encode
         self._haystack = haystack
         self._seed = seed
-        self._room = room or TOKENS_TO_GENERATE
+        self._room = answer_budget or TOKENS_TO_GENERATE
         self._filler = encode(" ".join(FILLER) + "\n")
         values = _values(setting.values, np.random.default_rng([seed, _SPARE]), _SPARE)
         self._beginning = min(len(self._as_candidate(value)) for value in values)
@@ -165,7 +165,7 @@ class Niah:
         candidates, truth = self._candidates(answers, stated, values[count:], generator)
         return Prompt(
             tokens=joined([head, *(part for part, _ in parts), tail]),
-            room=self._room,
+            answer_budget=self._room,
             references=tuple(needle.value for needle in answers),
             distance=starts[-1] - min(found, default=0) + len(tail),
             candidates=candidates,
@@ -210,7 +210,7 @@ class Niah:
         return list(known.values())
 
     def _in_corpus(
-        self, cut: Cut, needles: list[_Line], num_places: int, size: int,
+        self, cut: Slice, needles: list[_Line], num_places: int, size: int,
         generator: np.random.Generator,
     ) -> list[Part]:  # fmt: skip
         """Needles at RULER's depths between lines of the corpus, `size` tokens in all."""

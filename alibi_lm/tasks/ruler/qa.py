@@ -49,7 +49,9 @@ class QuestionAnswering:
     chance = None
     published = False  # the file is not RULER's
 
-    def __init__(self, name: str, path: Path, encode: Encoder, seed: int, room: int | None) -> None:
+    def __init__(
+        self, name: str, path: Path, encode: Encoder, seed: int, answer_budget: int | None
+    ) -> None:
         """Read the file.
 
         Raises:
@@ -59,7 +61,7 @@ class QuestionAnswering:
         self._path = path
         self._encode = encode
         self._seed = seed
-        self._room = room or TOKENS_TO_GENERATE
+        self._room = answer_budget or TOKENS_TO_GENERATE
         self._questions, self._texts = read_questions(path)
         self._documents = [encode.once(text) for text in self._texts]
         break_ = len(encode(BREAK))
@@ -106,7 +108,7 @@ class QuestionAnswering:
         tokens = joined([*parts, tail])
         return Prompt(
             tokens=tokens,
-            room=self._room,
+            answer_budget=self._room,
             references=question.answers,
             distance=len(tokens) - (start or 0),
             counts={"documents": len(shuffled), "own": len(own)},

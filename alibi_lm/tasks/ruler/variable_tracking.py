@@ -81,7 +81,7 @@ class Tracking:
         )
         return Prompt(
             tokens=joined([example, body]),
-            room=self._room,
+            answer_budget=self._room,
             references=tuple(names),
             distance=len(body) - start,
             counts={**counts, "hops": self._hops, "examples": num_example},

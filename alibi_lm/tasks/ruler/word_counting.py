@@ -125,7 +125,7 @@ class CommonWords:
         body = [self._encode(CWE_HEAD), self._numbered(items), tail]
         return Prompt(
             tokens=joined([example, *body]),
-            room=self._room,
+            answer_budget=self._room,
             references=tuple(asked),
             distance=sum(map(len, body)) - len(body[0]),
             counts={"words": len(shown) + len(rest), "items": len(items),
@@ -235,7 +235,7 @@ class FrequentWords:
         body = joined(pieces[i] for i in order)
         return Prompt(
             tokens=joined([frame[0], body, frame[1]]),
-            room=self._room,
+            answer_budget=self._room,
             references=tuple(asked),
             distance=len(body) + len(frame[1]),
             counts={"words": int((counts > 0).sum()), "items": int(counts.sum()),

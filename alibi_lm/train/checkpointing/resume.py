@@ -40,8 +40,8 @@ MAY_CHANGE = (
     "train.validation_tokens",
     "train.peak_flops",
     "train.max_minutes",
-    "train.silence_seconds",
-    "train.hang_minutes",
+    "train.heartbeat_timeout_seconds",
+    "train.hang_timeout_minutes",
     "train.wandb",
 )
 

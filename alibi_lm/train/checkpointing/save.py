@@ -29,7 +29,7 @@ from alibi_lm.checkpoint.safetensors_io import save_tensors
 from alibi_lm.config import Config
 from alibi_lm.config_loading import to_yaml
 from alibi_lm.data.tokenizer import Tokenizer
-from alibi_lm.train.distributed import gather, raise_together, rank, world_size
+from alibi_lm.train.distributed import gather, raise_on_all_ranks, rank, world_size
 from alibi_lm.train.engine import optimizer_state
 from alibi_lm.train.engine.base import Engine
 from alibi_lm.utils.errors import CheckpointError, NotFiniteError, Problem
@@ -75,14 +75,14 @@ def _write_files(engine: Engine, partial: Path) -> dict[str, Any]:
     except (OSError, SafetensorError) as failure:
         error = _write_problem(partial / shard, failure)
     # No rank looks for files while another still has temporary ones.
-    raise_together(error)
+    raise_on_all_ranks(error)
     facts: dict[str, Any] = {}
     try:
         names = [shard] if rank() else [shard, *_small_files(partial)]
         facts = {name: _file_facts(partial / name) for name in names}
     except OSError as failure:
         error = _write_problem(partial, failure)
-    raise_together(error)
+    raise_on_all_ranks(error)
     return {name: entry for part in gather(facts) for name, entry in part.items()}
 
 
@@ -94,7 +94,7 @@ def _on_rank_0(action: Any, path: Path) -> None:
             action()
         except OSError as failure:
             error = _write_problem(path, failure)
-    raise_together(error)
+    raise_on_all_ranks(error)
 
 
 def _write_problem(path: Path, failure: Exception) -> CheckpointError:
@@ -115,7 +115,7 @@ def _check_finite(engine: Engine, step: int) -> None:
         rule = f"weights are not finite after it, among them {broken[0]}"
         fix = "nothing was overwritten; lower train.learning_rate"
         error = NotFiniteError(Problem(f"step {step}", None, rule, fix))
-    raise_together(error)
+    raise_on_all_ranks(error)
 
 
 def _check_space(engine: Engine, root: Path) -> None:
@@ -132,7 +132,7 @@ def _check_space(engine: Engine, root: Path) -> None:
             rule = f"has {mib}"
             fix = "make room or move run.dir; earlier checkpoints are untouched"
             error = CheckpointError(Problem(str(root), None, rule, fix))
-    raise_together(error)
+    raise_on_all_ranks(error)
 
 
 def _shard_bytes(engine: Engine) -> int:

@@ -17,7 +17,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from alibi_lm.checkpoint.fragments import FragmentReader
 from alibi_lm.config import Config
-from alibi_lm.model.layers import set_attention_epsilon
+from alibi_lm.model.layers import set_pruning_tolerance
 from alibi_lm.parallel.mesh import Mesh
 from alibi_lm.train.distributed import sum_over_ranks
 from alibi_lm.train.engine import optimizer_state
@@ -72,7 +72,7 @@ class Engine(ABC):
         # DeepSpeed prints its layers and memory unasked; an exception is not swallowed by this.
         with contextlib.redirect_stdout(io.StringIO()):
             model, unit = self._make_model(ds_config, config.train.seed if initial else None)
-            set_attention_epsilon(model, config.train.attention_epsilon)
+            set_pruning_tolerance(model, config.train.pruning_tolerance)
             if config.train.compile:
                 compile_blocks(model)
             self.deepspeed, *_ = deepspeed.initialize(

@@ -14,7 +14,7 @@ from alibi_lm.config_loading import json_copy, nearest
 from alibi_lm.utils.errors import ConfigError, Problem
 
 # What both sides need is set once, in our sections. DeepSpeed's name: our key.
-OWNED = {
+MANAGED_KEYS = {
     "train_batch_size": "train.global_batch_size",
     "train_micro_batch_size_per_gpu": "train.micro_batch_size",
     "gradient_accumulation_steps": "train.gradient_accumulation_steps",
@@ -53,7 +53,7 @@ SECTION_KEYS: dict[str, tuple[str, ...]] = {
     "csv_monitor": ("enabled", "output_path", "job_name"),
     "flops_profiler": ("enabled", "recompute_fwd_factor", "profile_step", "module_depth",
                        "top_modules", "detailed", "output_file"),
-    "aio": ("block_size", "queue_depth", "intra_op_parallelism", "single_submit",
+    "aio": ("block_size", "queue_depth", "intra_op_parallelizm", "single_submit",
             "overlap_events", "use_gds"),
 }  # fmt: skip
 # Keys that DeepSpeed takes and that would break what a run is promised: what they must be left at.
@@ -61,7 +61,7 @@ _EXACT = "has not been shown to resume exactly"
 _ROUNDED = "rounds what the ranks send each other, so that the losses are others"
 _HALF = "keeps in 16 bits what is kept and saved in fp32"
 _NOT_SAVED = "keeps states where no checkpoint finds them"
-KEPT: dict[str, tuple[Any, str]] = {
+REQUIRED_VALUES: dict[str, tuple[Any, str]] = {
     "zero_optimization.round_robin_gradients": (False, _EXACT),
     "zero_optimization.zero_hpz_partition_size": (1, _EXACT),
     "zero_optimization.zenflow": (None, "puts off updates, so that the losses are others"),
@@ -77,7 +77,7 @@ KEPT: dict[str, tuple[Any, str]] = {
     "bf16.bf16_optimizer_states": (False, _HALF),
     "fp16.fp16_master_weights_and_grads": (False, _HALF),
 }
-PASSED_ON = ("zero_optimization", "bf16", "fp16", *SCALARS, *SECTION_KEYS)
+PASSTHROUGH_KEYS = ("zero_optimization", "bf16", "fp16", *SCALARS, *SECTION_KEYS)
 
 # Top-level keys of earlier DeepSpeed releases that 0.19 no longer has.
 REMOVED = (
@@ -125,12 +125,12 @@ def block_problems(block: dict[str, Any]) -> Iterator[Problem]:
     """Every rule that the `deepspeed:` block breaks by itself."""
     for key in block:
         name = f"deepspeed.{key}"
-        if key in OWNED:
-            yield Problem(name, None, "is set once, in our sections", f"use {OWNED[key]}")
+        if key in MANAGED_KEYS:
+            yield Problem(name, None, "is set once, in our sections", f"use {MANAGED_KEYS[key]}")
         elif key in REMOVED:
             yield Problem(name, None, "was removed from DeepSpeed", "take it out")
-        elif key not in PASSED_ON:
-            near = nearest(key, [*PASSED_ON, *OWNED])
+        elif key not in PASSTHROUGH_KEYS:
+            near = nearest(key, [*PASSTHROUGH_KEYS, *MANAGED_KEYS])
             fix = f"did you mean deepspeed.{near}?" if near else "take it out"
             yield Problem(name, None, "is no key of DeepSpeed, which would ignore it", fix)
     for key, kinds in SCALARS.items():
@@ -189,7 +189,7 @@ def _section_problems(block: dict[str, Any]) -> Iterator[Problem]:
                 rule = "unknown key" if unknown else item["msg"]
                 fix = f"did you mean {near}?" if unknown and near else "see DeepSpeed's docs"
                 yield Problem(f"deepspeed.{path}", value, rule, fix)
-    for path, (plain, rule) in KEPT.items():
+    for path, (plain, rule) in REQUIRED_VALUES.items():
         value = _at(block, path)
         if value not in (None, plain):
             yield Problem(f"deepspeed.{path}", value, rule, "leave it out")
@@ -251,26 +251,26 @@ def stage_problems(config: Config, block: dict[str, Any]) -> Iterator[Problem]:
 def batch_problems(config: Config, num_data_ranks: int) -> Iterator[Problem]:
     """Whether micro-batch, accumulation and ranks multiply to the global batch size."""
     train = config.train
-    together = train.micro_batch_size * num_data_ranks
+    run_on_all_ranks = train.micro_batch_size * num_data_ranks
     accumulation = train.gradient_accumulation_steps
-    if together < 1:
+    if run_on_all_ranks < 1:
         return  # the section's own rules say so
     if accumulation is None:
-        if train.global_batch_size % together:
+        if train.global_batch_size % run_on_all_ranks:
             yield Problem(
                 "train.global_batch_size",
                 train.global_batch_size,
                 f"is no multiple of train.micro_batch_size = {train.micro_batch_size} "
                 f"x {num_data_ranks} data-parallel ranks",
-                f"use for example {_round_up(train.global_batch_size, together)}",
+                f"use for example {_round_up(train.global_batch_size, run_on_all_ranks)}",
             )
-    elif together * accumulation != train.global_batch_size:
+    elif run_on_all_ranks * accumulation != train.global_batch_size:
         yield Problem(
             "train.global_batch_size",
             train.global_batch_size,
             f"is not train.micro_batch_size = {train.micro_batch_size} x "
             f"train.gradient_accumulation_steps = {accumulation} x {num_data_ranks} "
-            f"data-parallel ranks = {together * accumulation}",
+            f"data-parallel ranks = {run_on_all_ranks * accumulation}",
             "change one of them, or leave the accumulation out",
         )
 
@@ -290,7 +290,7 @@ def deepspeed_config(config: Config, block: dict[str, Any], num_data_ranks: int)
     adamw: dict[str, Any] = {
         "lr": train.learning_rate,
         "betas": [train.beta1, train.beta2],
-        "eps": train.epsilon,
+        "eps": train.adam_epsilon,
         "weight_decay": train.weight_decay,
     }
     zero = block.get("zero_optimization", {})

@@ -16,8 +16,8 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from alibi_lm.checkpoint.fragments import MOMENTS, PARAM
 from alibi_lm.parallel.mesh import Mesh
-from alibi_lm.parallel.shard import Run, shard_of
-from alibi_lm.parallel.strided_reader import RunReader
+from alibi_lm.parallel.shard import StridedSlice, shard_of
+from alibi_lm.parallel.strided_reader import StridedReader
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Fragment:
 
     name: str
     """The whole tensor's canonical name."""
-    run: Run
+    run: StridedSlice
     """Which of its elements."""
     parameter: torch.nn.Parameter
     start: int
@@ -47,7 +47,7 @@ class Fragment:
 
 
 @dataclass(frozen=True)
-class _Held:
+class _LocalSlice:
     """Elements [start, start + numel) of a rank's own flattened parameter, held by this rank."""
 
     start: int
@@ -72,14 +72,14 @@ def fragments(engine: DeepSpeedEngine, mesh: Mesh) -> Iterator[Fragment]:
 
 
 def _in_the_whole(
-    name: str, parameter: torch.nn.Parameter, part: _Held, mesh: Mesh
+    name: str, parameter: torch.nn.Parameter, part: _LocalSlice, mesh: Mesh
 ) -> Iterator[Fragment]:
     """What is held, in the coordinates of the whole tensor."""
     shard = shard_of(parameter)
     # The last stage's copy of a tied matrix is the first stage's to write.
     ours = part.owned and not getattr(parameter, "ds_pipe_replicated", False)
     if shard is None:
-        run = Run.contiguous(part.start, part.numel)
+        run = StridedSlice.contiguous(part.start, part.numel)
         owned = ours and mesh.tp.rank == 0
         yield Fragment(name, run, parameter, part.start, part.flat, part.offset, owned)
         return
@@ -89,16 +89,18 @@ def _in_the_whole(
         yield Fragment(name, run, parameter, start, part.flat, offset, owned)
 
 
-def _replicated(parameter: torch.nn.Parameter, mesh: Mesh) -> Iterator[_Held]:
+def _replicated(parameter: torch.nn.Parameter, mesh: Mesh) -> Iterator[_LocalSlice]:
     # Every rank holds everything; each writes its share, and each must load everything.
     numel, ranks, me = parameter.numel(), mesh.dp.size, mesh.dp.rank
     for part in range(ranks):
         low, high = numel * part // ranks, numel * (part + 1) // ranks
         if low < high:
-            yield _Held(low, high - low, parameter, low, owned=part == me)
+            yield _LocalSlice(low, high - low, parameter, low, owned=part == me)
 
 
-def _optimizer_sharded(engine: DeepSpeedEngine, parameter: torch.nn.Parameter) -> Iterator[_Held]:
+def _optimizer_sharded(
+    engine: DeepSpeedEngine, parameter: torch.nn.Parameter
+) -> Iterator[_LocalSlice]:
     mapping: Any = parameter._hp_mapping  # type: ignore[attr-defined]
     if mapping is None:
         return
@@ -107,12 +109,12 @@ def _optimizer_sharded(engine: DeepSpeedEngine, parameter: torch.nn.Parameter) -
     flats = getattr(optimizer, "single_partition_of_fp32_groups", None)
     flat = (optimizer.fp32_groups_flat_partition if flats is None else flats)[group]
     address, target = mapping.lp_fragment_address, mapping.hp_fragment_address
-    yield _Held(address.start, address.numel, flat, target.start)
+    yield _LocalSlice(address.start, address.numel, flat, target.start)
 
 
 def _fully_sharded(
     engine: DeepSpeedEngine, parameter: torch.nn.Parameter, mesh: Mesh
-) -> Iterator[_Held]:
+) -> Iterator[_LocalSlice]:
     optimizer = engine.optimizer
     group, offset, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
     size = parameter.ds_tensor.ds_numel  # type: ignore[attr-defined]
@@ -120,7 +122,7 @@ def _fully_sharded(
     numel = min(size, parameter.ds_numel - start)  # type: ignore[attr-defined]
     if numel > 0:
         flat = optimizer.fp32_partitioned_groups_flat[group]
-        yield _Held(start, numel, flat, offset)
+        yield _LocalSlice(start, numel, flat, offset)
 
 
 def parameter_shapes(engine: DeepSpeedEngine) -> dict[str, list[int]]:
@@ -182,18 +184,18 @@ def owned_tensors(
 
 
 @torch.no_grad()
-def load(engine: DeepSpeedEngine, mesh: Mesh, reader: RunReader, updates: int | None) -> None:
+def load(engine: DeepSpeedEngine, mesh: Mesh, reader: StridedReader, updates: int | None) -> None:
     """Fill this rank's states from a checkpoint (or with the initial weights).
 
     `updates` None loads the weights only.
     """
     for fragment in fragments(engine, mesh):
-        fragment.master().copy_(reader.read_run(fragment.name, PARAM, fragment.run))
+        fragment.master().copy_(reader.read_slice(fragment.name, PARAM, fragment.run))
         if updates is None:
             continue
         state = _moments(engine, fragment.flat)
         for kind in MOMENTS:
-            stored = reader.read_run(fragment.name, kind, fragment.run)
+            stored = reader.read_slice(fragment.name, kind, fragment.run)
             fragment.part_of(state[kind]).copy_(stored)
     if updates is not None:
         _set_updates(engine, mesh, updates)
@@ -212,7 +214,7 @@ def _set_updates(engine: DeepSpeedEngine, mesh: Mesh, updates: int) -> None:
             state["step"] = updates
 
 
-def _refresh_module(engine: DeepSpeedEngine, mesh: Mesh, reader: RunReader) -> None:
+def _refresh_module(engine: DeepSpeedEngine, mesh: Mesh, reader: StridedReader) -> None:
     """Set the weights that forward uses to the rounded fp32 ones."""
     if engine.zero_optimization_stage() == 3:
         for fragment in fragments(engine, mesh):
@@ -221,6 +223,6 @@ def _refresh_module(engine: DeepSpeedEngine, mesh: Mesh, reader: RunReader) -> N
             held.view(-1).narrow(0, start, fragment.run.numel).copy_(fragment.master())
         return
     for name, parameter in engine.module.canonical_parameters():
-        everything = _Held(0, parameter.numel(), parameter, 0)
+        everything = _LocalSlice(0, parameter.numel(), parameter, 0)
         for part in _in_the_whole(name, parameter, everything, mesh):
-            part.master().copy_(reader.read_run(part.name, PARAM, part.run))
+            part.master().copy_(reader.read_slice(part.name, PARAM, part.run))

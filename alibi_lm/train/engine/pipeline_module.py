@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from alibi_lm.model.config import ModelConfig
-from alibi_lm.model.init import initialise
+from alibi_lm.model.init import initialize
 from alibi_lm.model.layers import Block, Embedding, Head, layers, vocab_size
 from alibi_lm.model.vocab_parallel_cross_entropy import output_losses
 from alibi_lm.parallel.layout import stage_layers
-from alibi_lm.parallel.mesh import Axis, Mesh
+from alibi_lm.parallel.mesh import Mesh, ParallelDim
 from alibi_lm.parallel.tensor_parallel import vocabulary_weight
 
 __all__ = ["OptimizerStep", "PipelineDecoder", "PipelineEngine", "ReduceTiedGrads"]
@@ -33,7 +33,7 @@ class OutputMatrix(nn.Module):
     gradient norm.
     """
 
-    def __init__(self, config: ModelConfig, tp: Axis) -> None:
+    def __init__(self, config: ModelConfig, tp: ParallelDim) -> None:
         super().__init__()
         self.weight = vocabulary_weight(vocab_size(config), config.hidden_size, tp)
 
@@ -67,7 +67,7 @@ class PipelineDecoder(PipelineModule):
         self.targets = torch.empty(0, 0, dtype=torch.int64)
         self.evaluated = [0.0, 0.0]
         if seed is not None:
-            initialise(self.canonical_parameters(), config, seed)
+            initialize(self.canonical_parameters(), config, seed)
 
     def _partition_layers(self, method: str = "") -> None:
         """DeepSpeed's hook: say which layers this stage builds."""

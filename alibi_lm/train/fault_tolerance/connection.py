@@ -17,7 +17,7 @@ def listen() -> socket.socket:
     return socket.create_server(("", 0))
 
 
-class Link:
+class Connection:
     """One connection. Every failure of the network is an OSError, its end a ConnectionError."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -28,7 +28,7 @@ class Link:
         self._ended = False
 
     @classmethod
-    def connect(cls, address: str, port: int, seconds: float) -> Link:
+    def connect(cls, address: str, port: int, seconds: float) -> Connection:
         """Connect within a time.
 
         Raises:

@@ -28,7 +28,7 @@ def silence(seconds: float) -> str:
 
 
 @dataclass(frozen=True)
-class Beat:
+class Heartbeat:
     """A rank's sign of life."""
 
     step: int = 0
@@ -66,7 +66,7 @@ class Limits:
 
 class _Rank:
     def __init__(self) -> None:
-        self.beat = Beat()
+        self.beat = Heartbeat()
         self.silent = 0.0
         self.still = 0.0
         self.closed: float | None = None
@@ -75,7 +75,7 @@ class _Rank:
         """It has done its work, and may go."""
 
 
-class Judge:
+class FailureDetector:
     """Knows all ranks' last signs of life, and says when the job cannot go on."""
 
     def __init__(self, hosts: Sequence[str], limits: Limits) -> None:
@@ -84,7 +84,7 @@ class Judge:
         self.limits = limits
         self.ranks = [_Rank() for _ in hosts]
 
-    def heard(self, rank: int, beat: Beat) -> None:
+    def heard(self, rank: int, beat: Heartbeat) -> None:
         """A sign of life has come."""
         state = self.ranks[rank]
         if beat.count != state.beat.count or beat.doing != state.beat.doing:
@@ -214,9 +214,9 @@ def _listed(ranks: Sequence[int]) -> str:
     return " and ".join([", ".join(shown[:-1]), shown[-1]]) if len(shown) > 1 else shown[0]
 
 
-def _at(beat: Beat) -> str:
+def _at(beat: Heartbeat) -> str:
     return f"at step {beat.step:,}, {beat.doing}"
 
 
-def _position(beat: Beat) -> tuple[int, int]:
+def _position(beat: Heartbeat) -> tuple[int, int]:
     return beat.step, ORDER.index(beat.doing)

@@ -13,12 +13,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from alibi_lm.train.fault_tolerance.connection import Link
+from alibi_lm.train.fault_tolerance.connection import Connection
 from alibi_lm.train.fault_tolerance.failure_detector import (
     DIED,
     GRACE,
-    Beat,
-    Judge,
+    FailureDetector,
+    Heartbeat,
     Limits,
     Verdict,
     lost_line,
@@ -35,19 +35,19 @@ End = Callable[[Verdict, bool], None]
 """Ends the process; the second argument says whether this rank writes the line."""
 
 
-class Watcher(threading.Thread, ABC):
+class HeartbeatThread(threading.Thread, ABC):
     """A rank's thread; a daemon, so that it never keeps a process alive."""
 
     def __init__(self, progress: Progress, end: End) -> None:
         super().__init__(name="watchdog", daemon=True)
         self._progress = progress
         self._end = end
-        self._last_words: Beat | None = None
+        self._last_words: Heartbeat | None = None
         self._stopping = threading.Event()
 
-    def stop(self, last_words: Beat | None, seconds: float) -> None:
+    def stop(self, exit_reason: Heartbeat | None, seconds: float) -> None:
         """Stop watching: the rank has done its work or, with last words, leaves by an error."""
-        self._last_words = last_words
+        self._last_words = exit_reason
         self._stopping.set()
         self.join(seconds)
 
@@ -73,17 +73,17 @@ class Watcher(threading.Thread, ABC):
     def close(self) -> None:
         """Close all connections."""
 
-    def beat(self) -> Beat:
+    def beat(self) -> Heartbeat:
         """This rank's sign of life now."""
         progress = self._progress
-        words = self._last_words or Beat()
-        return Beat(
+        words = self._last_words or Heartbeat()
+        return Heartbeat(
             progress.step, progress.doing, progress.count(), progress.warm, progress.failed,
             words.left, words.why,
         )  # fmt: skip
 
 
-class Hub(Watcher):
+class HeartbeatServer(HeartbeatThread):
     """Rank 0's: hears all, judges, and tells all."""
 
     def __init__(
@@ -99,8 +99,8 @@ class Hub(Watcher):
         self._listener = listener
         self._listener.setblocking(False)
         self._token = token
-        self._judge = Judge(hosts, limits)
-        self._links: dict[int, Link] = {}
+        self._judge = FailureDetector(hosts, limits)
+        self._links: dict[int, Connection] = {}
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ, None)
 
@@ -142,7 +142,9 @@ class Hub(Watcher):
     def _accept(self) -> None:
         with suppress(OSError):
             connection, _ = self._listener.accept()
-            self._selector.register(connection, selectors.EVENT_READ, [Link(connection), None])
+            self._selector.register(
+                connection, selectors.EVENT_READ, [Connection(connection), None]
+            )
 
     def _hear(self, entry: list[Any]) -> None:
         """Take what one connection has brought; entry is the link and, once known, its rank."""
@@ -155,7 +157,7 @@ class Hub(Watcher):
                     self._judge.stopped(rank)
                     link.send({"noted": True})
                 else:
-                    self._judge.heard(rank, Beat(**message))
+                    self._judge.heard(rank, Heartbeat(**message))
                     if message["left"] is not None:
                         link.send({"noted": True})
         except (OSError, TypeError, KeyError):
@@ -165,7 +167,7 @@ class Hub(Watcher):
                 del self._links[rank]
                 self._judge.closed(rank)
 
-    def _introduced(self, link: Link, message: dict[str, Any]) -> int:
+    def _introduced(self, link: Connection, message: dict[str, Any]) -> int:
         if message["token"] != self._token:
             raise ConnectionError("not of this job")
         rank = int(message["rank"])
@@ -185,14 +187,14 @@ class Hub(Watcher):
         self._listener.close()
 
 
-class Client(Watcher):
+class HeartbeatClient(HeartbeatThread):
     """Another rank's: tells rank 0 that it lives, and hears the verdict."""
 
     def __init__(
         self,
         rank: int,
         place: tuple[str, int, str],
-        link: Link,
+        link: Connection,
         hosts: Sequence[str],
         pids: Sequence[int],
         limits: Limits,
@@ -203,7 +205,7 @@ class Client(Watcher):
         super().__init__(progress, end)
         self._rank = rank
         self._place = place
-        self._link: Link | None = link
+        self._link: Connection | None = link
         self._hosts = hosts
         self._pids = pids
         self._limits = limits
@@ -239,7 +241,7 @@ class Client(Watcher):
         try:
             if self._link is None:
                 address, port, token = self._place
-                self._link = Link.connect(address, port, INTERVAL)
+                self._link = Connection.connect(address, port, INTERVAL)
                 self._link.send({"rank": self._rank, "token": token})
             self._link.send(message)
             self._stopping.wait(INTERVAL)

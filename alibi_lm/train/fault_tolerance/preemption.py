@@ -41,7 +41,7 @@ class Preemption:
                 self.reason = self.reason or str(self._stop_file)
         return self.reason is not None
 
-    def obeyed(self) -> None:
+    def acknowledge(self) -> None:
         """The checkpoint is written: the STOP file must not stop the next start too."""
         if self._stop_file is not None:
             self._stop_file.unlink(missing_ok=True)

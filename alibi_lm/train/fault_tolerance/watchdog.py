@@ -2,7 +2,7 @@
 
 Every rank has a thread that tells rank 0 once a second that it lives, what it does and whether it
 moves on, over a connection of its own: the collectives know nothing of it. Rank 0 judges
-(`verdict.Judge`) and tells all; that rank 0 itself is gone, each of the others sees for itself.
+(`FailureDetector`) and tells all; that rank 0 itself is gone, each of the others sees for itself.
 A rank that is told ends its process at once, since its main thread may hang in a collective.
 """
 
@@ -21,10 +21,14 @@ from pathlib import Path
 import torch.distributed as dist
 
 from alibi_lm.train.distributed import gather, rank, world_size
-from alibi_lm.train.fault_tolerance.connection import Link, listen
-from alibi_lm.train.fault_tolerance.failure_detector import GRACE, Beat, Limits, Verdict
+from alibi_lm.train.fault_tolerance.connection import Connection, listen
+from alibi_lm.train.fault_tolerance.failure_detector import GRACE, Heartbeat, Limits, Verdict
 from alibi_lm.train.fault_tolerance.heartbeat import Progress
-from alibi_lm.train.fault_tolerance.heartbeat_server import Client, Hub, Watcher
+from alibi_lm.train.fault_tolerance.heartbeat_server import (
+    HeartbeatClient,
+    HeartbeatServer,
+    HeartbeatThread,
+)
 from alibi_lm.utils.errors import EXIT_INTERRUPTED, UserError
 from alibi_lm.utils.logging import console
 
@@ -70,16 +74,16 @@ def is_communication_failure(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and ("gloo/transport" in text or "NCCL error" in text)
 
 
-def _leave(watcher: Watcher, error: BaseException) -> None:
-    if isinstance(error, UserError) and error.on_every_rank:
+def _leave(watcher: HeartbeatThread, error: BaseException) -> None:
+    if isinstance(error, UserError) and error.raised_on_all_ranks:
         watcher.stop(None, _STOP_SECONDS)
     elif isinstance(error, UserError):
-        watcher.stop(Beat(left=error.exit_code), _STOP_SECONDS)
+        watcher.stop(Heartbeat(left=error.exit_code), _STOP_SECONDS)
     elif isinstance(error, KeyboardInterrupt):
-        watcher.stop(Beat(left=EXIT_INTERRUPTED), _STOP_SECONDS)
+        watcher.stop(Heartbeat(left=EXIT_INTERRUPTED), _STOP_SECONDS)
     else:
         text = " ".join(f"{type(error).__name__}: {error}".split())
-        watcher.stop(Beat(left=1, why=text[:300]), _STOP_SECONDS)
+        watcher.stop(Heartbeat(left=1, why=text[:300]), _STOP_SECONDS)
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,7 @@ class Ending:
 
 def _start(
     address: str, limits: Limits, progress: Progress, end: Callable[[Verdict, bool], None]
-) -> Watcher | None:
+) -> HeartbeatThread | None:
     """Connect every rank with rank 0; None, with a warning, where that cannot be done."""
     listener = listen() if rank() == 0 else None
     port = None if listener is None else int(listener.getsockname()[1])
@@ -121,7 +125,7 @@ def _start(
     token, link, failure = table[0]["token"], None, None
     if listener is None:
         try:
-            link = Link.connect(address, table[0]["port"], _CONNECT_SECONDS)
+            link = Connection.connect(address, table[0]["port"], _CONNECT_SECONDS)
             link.send({"rank": rank(), "token": token})
         except OSError as error:
             failure = f"rank {rank()} on {own['host']}: {error}"
@@ -136,13 +140,13 @@ def _start(
                 opened.close()
         return None
     hosts = [str(entry["host"]) for entry in table]
-    watcher: Watcher
+    watcher: HeartbeatThread
     if listener is not None:
-        watcher = Hub(listener, token, hosts, limits, progress, end)
+        watcher = HeartbeatServer(listener, token, hosts, limits, progress, end)
     else:
         assert link is not None
         pids = [int(entry["pid"]) for entry in table]
         place = (address, int(table[0]["port"]), token)
-        watcher = Client(rank(), place, link, hosts, pids, limits, progress, end)
+        watcher = HeartbeatClient(rank(), place, link, hosts, pids, limits, progress, end)
     watcher.start()
     return watcher

@@ -13,7 +13,7 @@ from typing import Any, TextIO
 
 from alibi_lm.train.engine.base import StepResult
 from alibi_lm.train.monitoring.hardware import memory_in_use
-from alibi_lm.train.monitoring.writers import Board
+from alibi_lm.train.monitoring.writers import MetricWriter
 from alibi_lm.utils.files import write_text
 from alibi_lm.utils.logging import console
 
@@ -22,7 +22,7 @@ class Metrics:
     """Writes a run's metrics; every `log_interval` steps one line each."""
 
     def __init__(
-        self, run: Path, num_steps: int, start_step: int, boards: Sequence[Board] = ()
+        self, run: Path, num_steps: int, start_step: int, writers: Sequence[MetricWriter] = ()
     ) -> None:
         """Open the run's files; the boards are closed with them."""
         self._num_steps = num_steps
@@ -32,7 +32,7 @@ class Metrics:
         run.mkdir(parents=True, exist_ok=True)
         self._training = _open_after(run / "metrics.jsonl", start_step)
         self._validation = _open_after(run / "validation.jsonl", start_step)
-        self._boards = boards
+        self._boards = writers
 
     def log(
         self,
@@ -74,7 +74,7 @@ class Metrics:
                 "memory/gib": memory / 2**30,
             },
         )
-        console.say(self._line(step, result, rate, mfu, memory, now))
+        console.info(self._line(step, result, rate, mfu, memory, now))
 
     def _line(
         self, step: int, result: StepResult, rate: float, mfu: float | None, memory: int, now: float
@@ -106,7 +106,7 @@ class Metrics:
                 },
             )
         shown = "  ".join(f"{length}: {loss:.3f}" for length, loss in losses.items())
-        console.say(f"step {step:,}/{self._num_steps:,}  validation loss by length  {shown}")
+        console.info(f"step {step:,}/{self._num_steps:,}  validation loss by length  {shown}")
 
     def pause(self, seconds: float) -> None:
         """Take time spent on something else than training out of the rates."""
@@ -123,8 +123,8 @@ class Metrics:
 
     def close(self) -> None:
         """Flush and close, as far as the disk has room: every save has flushed before."""
-        boards = [board.close for board in self._boards]
-        for action in (self.flush, self._training.close, self._validation.close, *boards):
+        writers = [board.close for board in self._boards]
+        for action in (self.flush, self._training.close, self._validation.close, *writers):
             with suppress(OSError):
                 action()
 

@@ -26,7 +26,7 @@ CURVES = ("train/loss",)
 """What TensorBoard's table of hyper-parameters shows beside them; validation losses come too."""
 
 
-class Board(Protocol):
+class MetricWriter(Protocol):
     """Shows curves and hyper-parameters."""
 
     def hyperparameters(self, config: Config) -> None:
@@ -42,7 +42,7 @@ class Board(Protocol):
         """Flush and end."""
 
 
-class TensorBoard:
+class TensorBoardWriter:
     """Event files in the run folder's tensorboard/."""
 
     def __init__(self, run: Path, start_step: int) -> None:
@@ -87,7 +87,7 @@ def _lengths(config: Config) -> list[int]:
     )
 
 
-class WeightsAndBiases:
+class WandbWriter:
     """A run at Weights & Biases, which the same run folder goes on with after a stop."""
 
     def __init__(self, config: Config) -> None:
@@ -123,7 +123,7 @@ class WeightsAndBiases:
         # A step that a killed run had reached comes again: steps are an axis, not a counter.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
-        console.say(f"wandb {self._run.dir if self._run.offline else self._run.url}")
+        console.info(f"wandb {self._run.dir if self._run.offline else self._run.url}")
 
     def hyperparameters(self, config: Config) -> None:
         """As the run's config."""
@@ -141,7 +141,7 @@ class WeightsAndBiases:
         self._run.finish()
 
 
-def check_boards(config: Config) -> None:
+def check_writers(config: Config) -> None:
     """Refuse a board that is not installed here.
 
     Raises:
@@ -154,11 +154,11 @@ def check_boards(config: Config) -> None:
         raise ConfigError(Problem("train.wandb.project", project, rule, fix))
 
 
-def open_boards(config: Config, start_step: int) -> list[Board]:
+def open_writers(config: Config, start_step: int) -> list[MetricWriter]:
     """The boards of a run that starts, or goes on, after step `start_step`."""
-    boards: list[Board] = [TensorBoard(Path(config.run.dir), start_step)]
+    writers: list[MetricWriter] = [TensorBoardWriter(Path(config.run.dir), start_step)]
     if config.train.wandb is not None:
-        boards.append(WeightsAndBiases(config))
-    for board in boards:
+        writers.append(WandbWriter(config))
+    for board in writers:
         board.hyperparameters(config)
-    return boards
+    return writers

@@ -23,7 +23,7 @@ def suite(folder: Path) -> Path:
             "seeds": [0, 1],
             "lengths": [32, 64, 128],
             "max_tokens": 4000,
-            "null_targets": 50,
+            "truncated_context_targets": 50,
             "base": {
                 "data": {"corpora": [{"prefix": str(corpus)}], "validation": [str(corpus)]},
                 "model": {"num_layers": 1, "hidden_size": 32, "num_heads": 4,

@@ -19,7 +19,7 @@ PERPLEXITY = [
     f"perplexity.lengths=[12,{LENGTH},300]",
     "perplexity.stride=12",
     "perplexity.fixed_targets=6",
-    "perplexity.null_targets=33",
+    "perplexity.truncated_context_targets=33",
     "perplexity.batch_tokens=1300",
 ]
 NEEDLE = [
@@ -38,7 +38,7 @@ RETRIEVAL = [
 SETTINGS = {"perplexity": PERPLEXITY, "needle": NEEDLE, "retrieval": RETRIEVAL}
 LONG = [
     "perplexity.lengths=[300,2300]",
-    "perplexity.null_targets=null",
+    "perplexity.truncated_context_targets=null",
     "retrieval.tasks=[passkey]",
     "retrieval.lengths=[8500]",
     "retrieval.num_trials=1",
@@ -53,7 +53,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("evals")
     corpus = folder / "validation"
     step = write_step(
-        folder / "run", {"shape": "bloom", "num_heads": 4}, validation=[str(corpus)]
+        folder / "run", {"architecture": "bloom", "num_heads": 4}, validation=[str(corpus)]
     )  # fmt: skip
     add_tokenizer(step, folder)
     texts = ["".join(LINES[(i * k) % 5] for i in range(1, 60 + k)) + f"x{k}" for k in (1, 2, 3)]
@@ -86,21 +86,23 @@ def alone(run: Path, name: str, out: Path, *settings: str) -> dict[str, Any]:
 def losses(result: dict[str, Any]) -> list[float]:
     """Every loss of a perplexity result, in every protocol."""
     rows = [*result["rows"], *result["sliding"]["rows"], *result["fixed_target"]["rows"]]
-    rows += [*result["by_position"]["rows"], *result["null"]["rows"]]
-    return [row["loss"] for row in rows] + [row["null_loss"] for row in result["null"]["rows"]]
+    rows += [*result["by_position"]["rows"], *result["truncated_context"]["rows"]]
+    return [row["loss"] for row in rows] + [
+        row["truncated_context_loss"] for row in result["truncated_context"]["rows"]
+    ]
 
 
 def test_two_ranks_judge_as_one(run: Path, tmp_path: Path) -> None:
     corpus = f"corpus={run.parent / 'validation'}"
     exported = f"hf:{run.parent / 'exported'}"
     jobs: list[dict[str, Any]] = [
-        {"subject": str(run), "engine": None, "tp": 2, "eval": "perplexity"},
-        {"subject": str(run), "engine": None, "tp": 1, "eval": "perplexity"},
-        {"subject": str(run), "engine": None, "tp": 2, "eval": "needle"},
-        {"subject": str(run), "engine": None, "tp": 1, "eval": "needle"},
-        {"subject": str(run), "engine": None, "tp": 1, "eval": "retrieval"},
-        {"subject": exported, "engine": "native", "tp": 2, "eval": "perplexity"},
-        {"subject": exported, "engine": "hf", "tp": 1, "eval": "needle"},
+        {"eval_model": str(run), "engine": None, "tp": 2, "eval": "perplexity"},
+        {"eval_model": str(run), "engine": None, "tp": 1, "eval": "perplexity"},
+        {"eval_model": str(run), "engine": None, "tp": 2, "eval": "needle"},
+        {"eval_model": str(run), "engine": None, "tp": 1, "eval": "needle"},
+        {"eval_model": str(run), "engine": None, "tp": 1, "eval": "retrieval"},
+        {"eval_model": exported, "engine": "native", "tp": 2, "eval": "perplexity"},
+        {"eval_model": exported, "engine": "hf", "tp": 1, "eval": "needle"},
     ]
     for index, job in enumerate(jobs):
         job["out"] = str(tmp_path / f"job{index}")
@@ -129,7 +131,7 @@ def test_two_ranks_judge_as_one(run: Path, tmp_path: Path) -> None:
 def test_ranks_that_share_a_models_heads_leave_far_keys_out(run: Path, tmp_path: Path) -> None:
     long = [*LONG, f"corpus={run.parent / 'long'}"]
     jobs = [
-        {"subject": str(run), "engine": None, "tp": 2, "eval": name, "overrides": long,
+        {"eval_model": str(run), "engine": None, "tp": 2, "eval": name, "overrides": long,
          "out": str(tmp_path / name)}
         for name in ("perplexity", "retrieval")
     ]  # fmt: skip
@@ -140,10 +142,10 @@ def test_ranks_that_share_a_models_heads_leave_far_keys_out(run: Path, tmp_path:
     found = {name: json.loads((tmp_path / name / f"{name}.json").read_text())
              for name in ("perplexity", "retrieval")}  # fmt: skip
     for name, result in found.items():
-        assert result["model"]["epsilon"] == 1e-6
+        assert result["model"]["pruning_tolerance"] == 1e-6
         assert f"{name}: " in done.stdout
-        dense = alone(run, name, tmp_path / f"dense {name}", *long, f"{name}.epsilon=0")
-        assert dense["model"]["epsilon"] == 0
+        dense = alone(run, name, tmp_path / f"dense {name}", *long, f"{name}.pruning_tolerance=0")
+        assert dense["model"]["pruning_tolerance"] == 0
         if name == "retrieval":
             assert result["cells"] == dense["cells"]
         else:

@@ -16,7 +16,7 @@ from alibi_lm.cli.main import main
 from alibi_lm.config_loading import to_yaml
 from alibi_lm.hf.exporting.exporter import export
 from alibi_lm.model.inference.generation import generate
-from tests.unit.hf.folders import stock_model
+from tests.unit.hf.folders import reference_model
 
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "one": (0, []),
@@ -29,7 +29,7 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
 def test_the_same_weights_give_the_same_folder(tmp_path: Path) -> None:
     """Trained by steps too small to change a bit, in each layout, and exported from there."""
     vocab_size = VOCAB_SIZE + 1  # does not divide
-    stock = stock_model("bloom", 12, False, vocab_size=vocab_size)
+    stock = reference_model("bloom", 12, False, vocab_size=vocab_size)
     with torch.no_grad():
         for parameter in stock.parameters():
             parameter[parameter.abs() < 1e-6] = 1e-6  # nothing is too small to change a 0
@@ -43,7 +43,7 @@ def test_the_same_weights_give_the_same_folder(tmp_path: Path) -> None:
     for name, (ranks, layout) in LAYOUTS.items():
         run = tmp_path / name / "run"
         launch(config, f"run.dir={run}", f"train.init_from={imported}", "train.num_steps=1",
-               "train.learning_rate=1e-30", "model.shape=bloom", "model.num_heads=12",
+               "train.learning_rate=1e-30", "model.architecture=bloom", "model.num_heads=12",
                "model.hidden_size=96", "model.tied_embeddings=false",
                f"model.vocab_size={vocab_size}", *layout, ranks=ranks)  # fmt: skip
         export(open_run(run), run / "out", shard_bytes=150_000)
@@ -65,7 +65,7 @@ def test_layouts_agree_with_each_other_and_with_the_stock_class(
     shape: str, heads: int, kv_heads: int | None, tied: bool, tmp_path: Path
 ) -> None:
     """Every pair of two settings occurs: shape, heads, key/value heads (all, some, one), tied."""
-    model: dict[str, Any] = {"shape": shape, "num_layers": 2, "hidden_size": 8 * heads,
+    model: dict[str, Any] = {"architecture": shape, "num_layers": 2, "hidden_size": 8 * heads,
                              "num_heads": heads, "num_kv_heads": kv_heads,
                              "vocab_size": VOCAB_SIZE + 1, "tied_embeddings": tied}  # fmt: skip
     config = write_config(tmp_path, num_steps=3)

@@ -10,9 +10,9 @@ from click.testing import CliRunner
 from launching import VOCAB_SIZE, launch, metrics, write_corpus
 
 from alibi_lm.cli.main import main
-from alibi_lm.train.data import open_inputs
+from alibi_lm.train.data import open_training_data
 from alibi_lm.train.run import read_config
-from tests.unit.hf.folders import stock_model
+from tests.unit.hf.folders import reference_model
 
 NUM_STEPS = 5
 
@@ -22,14 +22,14 @@ def losses_of_plain_torch(
 ) -> list[float]:
     """Losses of steps of torch's AdamW on the samples that the run will see."""
     settings, _ = read_config(config, overrides, 1)
-    inputs, train = open_inputs(settings), settings.train
+    inputs, train = open_training_data(settings), settings.train
     model.train()
     groups = [
         {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.1},
         {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(
-        groups, train.learning_rate, (train.beta1, train.beta2), train.epsilon
+        groups, train.learning_rate, (train.beta1, train.beta2), train.adam_epsilon
     )
     losses = []
     for step in range(NUM_STEPS):
@@ -56,7 +56,7 @@ def losses_of_plain_torch(
 def test_losses_are_those_of_the_stock_class(
     shape: str, heads: int, tied: bool, ranks: int, layout: list[str], tmp_path: Path
 ) -> None:
-    model = stock_model(shape, heads, tied, vocab_size=VOCAB_SIZE)
+    model = reference_model(shape, heads, tied, vocab_size=VOCAB_SIZE)
     model.save_pretrained(tmp_path / "stock")
     run = tmp_path / "imported"
     done = CliRunner().invoke(main, ["import", str(tmp_path / "stock"), str(run)])

@@ -10,7 +10,7 @@ from launching import error_lines, launch, metrics, write_config
 
 from alibi_lm.checkpoint.step import open_run
 from alibi_lm.utils.errors import CheckpointError
-from alibi_lm.utils.locking import alone
+from alibi_lm.utils.locking import exclusive_lock
 
 
 def test_every_problem_in_one_line_on_rank_0(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_a_full_disk_is_one_line_and_harms_no_earlier_checkpoint(
 
 def test_a_run_is_trained_by_one_job_at_a_time(tmp_path: Path) -> None:
     config = write_config(tmp_path)
-    with alone(tmp_path / "run", CheckpointError):
+    with exclusive_lock(tmp_path / "run", CheckpointError):
         done = launch(config, code=2)
     assert "is in use by another process" in error_lines(done)[0]
     assert not list((tmp_path / "run").iterdir())

@@ -50,7 +50,7 @@ SHRUNK = {
         "needle.lengths=[256]",
         "needle.depths=[0.5]",
         "needle.num_trials=1",
-        "horizon.num_tokens=2100",
+        "attention_span.num_tokens=2100",
     ],
 }
 REPLACED = {
@@ -128,7 +128,8 @@ def test_the_readmes_commands_run_in_order(checkout: Path) -> None:
                  "checkpoints/step_00000004/tokenizer/tokenizer.model",
                  "evals/step_00000004/perplexity.json", "evals/step_00000004/perplexity.png",
                  "evals/step_00000004/needle.json", "evals/step_00000004/needle.png",
-                 "evals/step_00000004/horizon.json", "evals/step_00000004/horizon.png",
+                 "evals/step_00000004/attention_span.json",
+                 "evals/step_00000004/attention_span.png",
                  "evals/step_00000004/report.html", "hf/step_00000004/config.json",
                  "hf/step_00000004/model.safetensors",
                  "hf/step_00000004/README.md"):  # fmt: skip

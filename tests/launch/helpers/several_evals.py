@@ -1,6 +1,6 @@
 """Several evals, one after another, by the ranks of one start: JOBS.json [--local_rank N].
 
-Each job is {"subject", "engine", "eval", "tp", "overrides", "out"}.
+Each job is {"eval_model", "engine", "eval", "tp", "overrides", "out"}.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from pathlib import Path
 from alibi_lm.cli.distributed import on_ranks
 from alibi_lm.cli.evaluate import MODULES
 from alibi_lm.evals.config import SuiteConfig
-from alibi_lm.evals.models.base import Choices
-from alibi_lm.evals.models.resolve import open_subject
-from alibi_lm.evals.models.sharded import Ranks
+from alibi_lm.evals.models.base import EvalOptions
+from alibi_lm.evals.models.resolve import resolve_model
+from alibi_lm.evals.models.sharded import EvalRanks
 from alibi_lm.evals.suite import read_suite
 from alibi_lm.parallel.mesh import make_mesh
 
@@ -24,14 +24,14 @@ def main() -> None:
     jobs = next(argument for argument in sys.argv[1:] if argument.endswith(".json"))
     flag = [a.partition("=")[2] for a in sys.argv[1:] if a.startswith("--local_rank=")]
 
-    def work(_: SuiteConfig, ranks: Ranks) -> None:
+    def work(_: SuiteConfig, ranks: EvalRanks) -> None:
         for job in json.loads(Path(jobs).read_text()):
             mesh = make_mesh(job["tp"])
-            shared = Ranks(ranks.rank, mesh.tp, mesh.dp)
+            shared = EvalRanks(ranks.rank, mesh.tp, mesh.dp)
             suite = read_suite(None, job["overrides"])
-            choices = Choices.of(suite, job["engine"], Path(job["out"]), shared)
+            choices = EvalOptions.of(suite, job["engine"], Path(job["out"]), shared)
             module = import_module(f"alibi_lm.evals.{MODULES[job['eval']]}")
-            module.evaluate(open_subject(job["subject"], choices), getattr(suite, job["eval"]))
+            module.evaluate(resolve_model(job["eval_model"], choices), getattr(suite, job["eval"]))
 
     on_ranks(lambda: read_suite(None), work, int(flag[0]))
 

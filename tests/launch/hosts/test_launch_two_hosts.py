@@ -22,7 +22,7 @@ from alibi_lm.utils.errors import EXIT_STOPPED
 
 SILENCE = 10
 NUM_STEPS = 100_000
-LAYOUT = ("parallel.tp=2", f"train.silence_seconds={SILENCE}")
+LAYOUT = ("parallel.tp=2", f"train.heartbeat_timeout_seconds={SILENCE}")
 
 
 @pytest.fixture(scope="module")

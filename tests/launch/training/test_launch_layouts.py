@@ -23,7 +23,7 @@ def config(folder: Path) -> Path:
     path = write_config(folder, checkpoint_interval=4, keep_last=10)
     raw = yaml.safe_load(path.read_text())
     raw["model"] |= {
-        "shape": "bloom", "tied_embeddings": False, "num_kv_heads": 1,
+        "architecture": "bloom", "tied_embeddings": False, "num_kv_heads": 1,
         "vocab_size": VOCAB_SIZE + 1, "hidden_size": 32,
     }  # fmt: skip
     raw["train"] |= {

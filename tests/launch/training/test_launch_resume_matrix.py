@@ -46,7 +46,12 @@ LAYOUTS = {
 }
 SHAPES: dict[str, dict[str, Any]] = {
     "mpt": {"num_kv_heads": 2},
-    "bloom": {"shape": "bloom", "tied_embeddings": False, "num_kv_heads": 1, "num_layers": 3},
+    "bloom": {
+        "architecture": "bloom",
+        "tied_embeddings": False,
+        "num_kv_heads": 1,
+        "num_layers": 3,
+    },
 }
 Steps = list[tuple[float, float]]
 

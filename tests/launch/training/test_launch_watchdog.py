@@ -19,7 +19,12 @@ from alibi_lm.checkpoint.step import open_run
 from alibi_lm.utils.errors import EXIT_LOST
 
 HOST = socket.gethostname()
-SETTINGS = {"num_steps": 100_000, "checkpoint_interval": 5, "keep_last": 100, "silence_seconds": 8}
+SETTINGS = {
+    "num_steps": 100_000,
+    "checkpoint_interval": 5,
+    "keep_last": 100,
+    "heartbeat_timeout_seconds": 8,
+}
 
 # Stands in for launch/pretrain.py, with a fault in one rank's reading of the data.
 FAULTY = """
@@ -108,7 +113,7 @@ def test_a_killed_a_stopped_and_a_stuck_rank_each_end_the_job_with_one_line(
 
     before = open_run(run).step
     code, output = launch_faulty(
-        tmp_path, config, "time.sleep(1000)", "train.hang_minutes=0.1", "train.keep_last=99"
+        tmp_path, config, "time.sleep(1000)", "train.hang_timeout_minutes=0.1", "train.keep_last=99"
     )
     (line,) = lost_lines(output)
     assert line.startswith(f"error: rank 1 on {HOST}: does not move on: still for 6 s at step ")

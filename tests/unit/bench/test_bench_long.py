@@ -16,7 +16,7 @@ from alibi_lm.bench.long_inputs.benchmark import LongBenchmark, benchmark_long
 from alibi_lm.bench.long_inputs.perplexity_curve import dense_seconds
 from alibi_lm.bench.long_inputs.table import benchmark_lines
 from alibi_lm.cli.main import main
-from alibi_lm.evals.models.base import NativeSubject
+from alibi_lm.evals.models.base import NativeModel
 from alibi_lm.evals.report.report import write_report
 from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.decoder import Decoder
@@ -57,7 +57,7 @@ def test_everything_is_measured_and_stored(
     assert result["decoding"]["dense_bytes_at_131072"] == 131072 * 2 * 2 * 32 * 4
     assert 0 < result["decoding"]["ring_bytes"] < result["decoding"]["dense_bytes_at_131072"]
     check_curve(result["curve"], np.random.default_rng(0).integers(0, VOCAB_SIZE, 6001))
-    page = write_report(NativeSubject(step)).read_text()
+    page = write_report(NativeModel(step)).read_text()
     for row in result["curve"]:
         assert f"<td>{row['length']:,}</td><td>{row['perplexity']:.4f}</td>" in page
     assert f"would take {result['curve_dense_seconds']:,.0f} seconds" in page

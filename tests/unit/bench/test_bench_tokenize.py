@@ -1,4 +1,4 @@
-"""The benchmark of tokenising measures what it says; its times are not judged here."""
+"""The benchmark of tokenizing measures what it says; its times are not judged here."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer as LibraryTokenizer
 from tokenizers import models, pre_tokenizers
 
-from alibi_lm.bench.tokenize import _library_call, benchmark_tokenise
+from alibi_lm.bench.tokenize import _library_call, benchmark_tokenize
 from alibi_lm.config_loading import build
 from alibi_lm.data.config import RecipeConfig, TokenizerConfig
 from alibi_lm.data.preparation.tokenizer_training import train_tokenizer
@@ -41,8 +41,8 @@ def test_everything_is_measured_and_stored(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made, tokenizer = recipe(tmp_path), sentencepiece(tmp_path)
-    path = tmp_path / "tokenise.json"
-    result = benchmark_tokenise(made, tokenizer, 2, num_bytes=100_000, repeats=2, path=path)
+    path = tmp_path / "tokenize.json"
+    result = benchmark_tokenize(made, tokenizer, 2, num_bytes=100_000, repeats=2, path=path)
     assert json.loads(path.read_text()) == result
     assert set(result["seconds"]) == {"ours 1", "library 1", "ours 2", "library 2"}
     assert result["bytes"] >= 100_000

@@ -9,7 +9,7 @@ from itertools import pairwise, permutations
 import numpy as np
 import pytest
 
-from alibi_lm.bench.interleaved_timing import in_turns, markdown, paired_ratio
+from alibi_lm.bench.interleaved_timing import interleaved, markdown, paired_ratio
 
 
 def test_each_way_comes_after_each_other_alike() -> None:
@@ -19,7 +19,7 @@ def test_each_way_comes_after_each_other_alike() -> None:
         calls.append(name)
         return float(len(calls))
 
-    found = in_turns({name: partial(measure, name) for name in "abc"}, repeats=6, warm_ups=1)
+    found = interleaved({name: partial(measure, name) for name in "abc"}, repeats=6, warm_ups=1)
     assert "".join(calls) == "abc" + "abc" + "cba" + "bca" + "acb" + "cab" + "bac"
     assert found["a"] == [4.0, 9.0, 12.0, 13.0, 17.0, 20.0]
     after = Counter(pairwise(calls[3:]))
@@ -27,7 +27,7 @@ def test_each_way_comes_after_each_other_alike() -> None:
 
 
 def test_what_takes_long_has_few_turns() -> None:
-    found = in_turns({"long": lambda: 61.0, "short": lambda: 1.0}, repeats=5)
+    found = interleaved({"long": lambda: 61.0, "short": lambda: 1.0}, repeats=5)
     assert found == {"long": [61.0] * 3, "short": [1.0] * 5}
     assert paired_ratio(found["long"], found["short"]).confidence == pytest.approx(0.75)
 

@@ -18,7 +18,7 @@ from alibi_lm.checkpoint.convert import convert
 from alibi_lm.checkpoint.folder import verify, write_meta
 from alibi_lm.checkpoint.fragments import KINDS, FragmentReader, fragment_key
 from alibi_lm.cli.main import main
-from alibi_lm.parallel.shard import Run
+from alibi_lm.parallel.shard import StridedSlice
 from alibi_lm.utils.errors import CheckpointError
 from alibi_lm.utils.files import sha256
 
@@ -41,7 +41,7 @@ def write_step(run: Path, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> Pat
                 continue
             half = shape[1] // 2
             for rank, part in enumerate(tensor.split(half, 1)):
-                where = Run(rank * half, part.numel(), half, shape[1])
+                where = StridedSlice(rank * half, part.numel(), half, shape[1])
                 shards[rank][fragment_key(name, kind, where)] = part.flatten().clone()
     for rank, tensors in enumerate(shards):
         save_file(tensors, folder / f"shard_{rank:05d}.safetensors")

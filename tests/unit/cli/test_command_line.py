@@ -92,7 +92,7 @@ def test_exit_codes_are_documented() -> None:
     [
         (["ex"], ["export"]),
         (["checkpoint", ""], ["convert", "list", "verify"]),
-        (["export", "--pro"], ["--proof"]),
+        (["export", "--par"], ["--parity"]),
         (["export", "--dtype", "f"], ["fp16", "fp32"]),
         (["eval", "perp"], ["perplexity"]),
     ],
@@ -132,7 +132,7 @@ def test_an_error_is_red_on_a_terminal_alone() -> None:
 
 def test_a_bar_on_a_terminal_and_one_line_in_a_pipe(run: Path, tmp_path: Path) -> None:
     def line(name: str) -> list[str]:
-        return ["export", str(run), str(tmp_path / name), "--proof", "layers"]
+        return ["export", str(run), str(tmp_path / name), "--parity", "blockwise"]
 
     piped = subprocess.run([*COMMAND, *line("a")], capture_output=True, text=True, check=True)
     assert piped.stderr == ""

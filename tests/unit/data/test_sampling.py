@@ -55,7 +55,7 @@ def test_permutation_of_a_huge_range_stays_inside_and_does_not_collide() -> None
 
 
 def test_permutation_looks_random() -> None:
-    """Displacement, neighbours and halves as expected of a random permutation, 4 sigma wide."""
+    """Displacement, neighbors and halves as expected of a random permutation, 4 sigma wide."""
     size = 4096
     for key in range(8):
         images = np.array([Permutation(size, key)(i) for i in range(size)])

@@ -157,7 +157,7 @@ def test_commands_run_in_the_folder_with_the_variables(tmp_path: Path) -> None:
     command = ["sh", "-c", 'echo "$PWD|$NAME|$1"; echo oops >&2; exit 3', "sh", "it's"]
     answer = run_everywhere({THIS: command}, folder, {"NAME": "a b"}, 30.0)[THIS]
     assert answer.output == f"{folder}|a b|it's\n"
-    assert (answer.code, answer.last_words()) == (3, "oops")
+    assert (answer.code, answer.exit_reason()) == (3, "oops")
     slow = run_everywhere({THIS: ["sleep", "30"]}, folder, {"A": "b"}, 0.2)[THIS]
     assert slow.code == 124
 

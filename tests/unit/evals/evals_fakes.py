@@ -1,4 +1,4 @@
-"""Steps, corpora, a tokenizer and models whose behaviour is known by construction."""
+"""Steps, corpora, a tokenizer and models whose behavior is known by construction."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class PlantedLosses:
     """Losses by a rule of (tokens, position in the window); answers as a uniform model's."""
 
     vocab_size = VOCAB_SIZE
-    num_replicas = 1
+    dp_size = 1
 
     def __init__(self, rule: Any) -> None:
         self._rule = rule

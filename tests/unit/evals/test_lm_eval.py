@@ -25,7 +25,7 @@ from lm_eval import simple_evaluate  # noqa: E402
 from lm_eval.models.huggingface import HFLM  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
-from alibi_lm.evals.lm_eval import HarnessModel  # noqa: E402
+from alibi_lm.evals.lm_eval import LmEvalModel  # noqa: E402
 
 MAX_LENGTH = 160
 TASKS: dict[str, dict[str, Any]] = {
@@ -60,7 +60,7 @@ TASKS: dict[str, dict[str, Any]] = {
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Step, Path, Path]:
     """A run, its export, and a folder of tasks with their local data."""
     folder = tmp_path_factory.mktemp("harness")
-    step = write_step(folder / "run", {"shape": "mpt", "num_heads": 12})
+    step = write_step(folder / "run", {"architecture": "mpt", "num_heads": 12})
     add_tokenizer(step, folder)
     step = trained(step)
     export(step, folder / "exported")
@@ -139,7 +139,7 @@ def test_the_harness_gives_the_same_scores_on_the_export_and_on_the_run(
     metrics, responses = scores(theirs, tasks)
     assert len(metrics) == 5
     for name in (str(step.run_folder), f"hf:{exported}"):
-        ours = HarnessModel(name, max_length=MAX_LENGTH, batch_size=4)
+        ours = LmEvalModel(name, max_length=MAX_LENGTH, batch_size=4)
         found, answers = scores(ours, tasks)
         assert found == pytest.approx(metrics, rel=1e-5)
         assert answers["writing"] == responses["writing"]
@@ -154,7 +154,7 @@ def test_sampling_is_refused_and_the_default_window_is_the_training_length(
     made: tuple[Step, Path, Path],
 ) -> None:
     step, _, _ = made
-    model = HarnessModel(str(step.run_folder))
+    model = LmEvalModel(str(step.run_folder))
     assert model.max_length == step.config.train.sequence_length
 
     class Request:

@@ -12,7 +12,7 @@ VOCAB_SIZE = 307
 WIDTH = 96
 
 
-def stock_model(shape: str, heads: int, tied: bool, **settings: Any) -> Any:
+def reference_model(shape: str, heads: int, tied: bool, **settings: Any) -> Any:
     """A model with LayerNorms and biases that are not at their defaults."""
     torch.manual_seed(heads)
     common = {"vocab_size": VOCAB_SIZE, "tie_word_embeddings": tied, "initializer_range": 0.05}
@@ -29,8 +29,10 @@ def stock_model(shape: str, heads: int, tied: bool, **settings: Any) -> Any:
     return model.eval()
 
 
-def write_stock(folder: Path, shape: str, heads: int = 12, tied: bool = True, **save: Any) -> Any:
+def write_reference(
+    folder: Path, shape: str, heads: int = 12, tied: bool = True, **save: Any
+) -> Any:
     """Write such a model, and return it."""
-    model = stock_model(shape, heads, tied)
+    model = reference_model(shape, heads, tied)
     model.save_pretrained(folder, **save)
     return model

@@ -21,12 +21,12 @@ from alibi_lm.checkpoint.safetensors_io import write_stream
 from alibi_lm.config import Config
 from alibi_lm.config_loading import build, to_yaml
 from alibi_lm.hf.exporting.weights import unset_weights
-from alibi_lm.parallel.shard import Run
+from alibi_lm.parallel.shard import StridedSlice
 from alibi_lm.utils.files import sha256, write_text
 
 _AT_ONCE = 1 << 22
 
-Layout = Literal["zero3", "tp"]
+ShardLayout = Literal["zero3", "tp"]
 """Ranks hold equal runs of every flattened tensor, or equal slices of every matrix's columns."""
 
 
@@ -34,7 +34,7 @@ def write_large_step(
     folder: Path,
     model: dict[str, Any],
     length: int,
-    layout: Layout,
+    layout: ShardLayout,
     *,
     ranks: int = 4,
     moments: bool = False,
@@ -79,16 +79,16 @@ def write_large_step(
     return 4 * sum(math.prod(shape) for shape in shapes.values())
 
 
-def _part(shape: tuple[int, ...], rank: int, ranks: int, layout: Layout) -> Run:
+def _part(shape: tuple[int, ...], rank: int, ranks: int, layout: ShardLayout) -> StridedSlice:
     """What a rank holds of a tensor."""
     numel = math.prod(shape)
     if layout == "tp" and len(shape) == 2:
         width = shape[1] // ranks
         assert width * ranks == shape[1]
-        return Run(rank * width, shape[0] * width, width, shape[1])
+        return StridedSlice(rank * width, shape[0] * width, width, shape[1])
     share = -(-numel // ranks)
     start = min(rank * share, numel)
-    return Run.contiguous(start, min(share, numel - start))
+    return StridedSlice.contiguous(start, min(share, numel - start))
 
 
 def _drawn(parts: dict[str, tuple[int]], seed: int) -> Iterator[Tensor]:

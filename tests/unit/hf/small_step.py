@@ -94,7 +94,7 @@ def add_tokenizer(step: Step, folder: Path) -> None:
 
 
 def add_validation(step: Step, prefix: Path, texts: list[str]) -> None:
-    """Tokenise documents with the step's tokenizer, each with its end token."""
+    """Tokenize documents with the step's tokenizer, each with its end token."""
     tokenizer = load_tokenizer(step.folder / "tokenizer")
     prefix.parent.mkdir(parents=True, exist_ok=True)
     writer = TokenFileWriter(prefix, np.uint16)

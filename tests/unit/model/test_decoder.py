@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import BloomConfig, BloomForCausalLM, MptConfig, MptForCausalLM
 
-from alibi_lm.model.config import ModelConfig, Position, Shape
+from alibi_lm.model.config import Architecture, ModelConfig, Position
 from alibi_lm.model.decoder import Decoder
 from alibi_lm.model.flops import flops_per_token, num_parameters
 from alibi_lm.model.init import initial_value
@@ -121,9 +121,11 @@ def as_bloom(decoder: Decoder) -> nn.Module:
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("num_heads", [8, 12])
 @pytest.mark.parametrize("shape", ["mpt", "bloom"])
-def test_logits_equal_those_of_transformers(shape: Shape, num_heads: int, tied: bool) -> None:
+def test_logits_equal_those_of_transformers(
+    shape: Architecture, num_heads: int, tied: bool
+) -> None:
     decoder = Decoder(
-        small(shape=shape, hidden_size=96, num_heads=num_heads, tied_embeddings=tied), seed=3
+        small(architecture=shape, hidden_size=96, num_heads=num_heads, tied_embeddings=tied), seed=3
     )
     disturb(decoder)
     theirs = as_mpt(decoder) if shape == "mpt" else as_bloom(decoder)
@@ -166,7 +168,7 @@ def test_state_holds_the_canonical_names_only() -> None:
     assert list(Decoder(small()).state_dict()) == [*names, "head.norm.weight"]
     untied = Decoder(small(tied_embeddings=False)).state_dict()
     assert set(untied) == {*names, "head.norm.weight", "head.weight"}
-    bloom = set(Decoder(small(shape="bloom")).state_dict())
+    bloom = set(Decoder(small(architecture="bloom")).state_dict())
     everywhere = {*names, "embedding.norm.weight", "head.norm.weight"}
     biases = {name.replace("weight", "bias") for name in everywhere - {"embedding.weight"}}
     assert bloom == everywhere | biases
@@ -197,7 +199,7 @@ def test_layers_make_the_same_model() -> None:
 
 class TestInitialWeights:
     def test_they_depend_on_seed_and_name_alone(self) -> None:
-        config = small(shape="bloom")
+        config = small(architecture="bloom")
         torch.manual_seed(1)
         first = Decoder(config, seed=5).state_dict()
         torch.manual_seed(2)
@@ -216,7 +218,7 @@ class TestInitialWeights:
         assert torch.equal(before, torch.get_rng_state())
 
     def test_their_spread(self) -> None:
-        config = small(shape="bloom", hidden_size=192, num_layers=8, initializer_range=0.02)
+        config = small(architecture="bloom", hidden_size=192, num_layers=8, initializer_range=0.02)
         for name, value in Decoder(config).state_dict().items():
             if name.endswith("norm.weight"):
                 assert (value == 1).all()
@@ -237,8 +239,8 @@ class TestInitialWeights:
 
 @pytest.mark.parametrize("position", POSITIONS)
 @pytest.mark.parametrize("shape", ["mpt", "bloom"])
-def test_the_future_does_not_show(shape: Shape, position: Position) -> None:
-    decoder = Decoder(small(shape=shape, position=position))
+def test_the_future_does_not_show(shape: Architecture, position: Position) -> None:
+    decoder = Decoder(small(architecture=shape, position=position))
     tokens = some_tokens(2, 40)
     changed = tokens.clone()
     changed[:, 25:] = (changed[:, 25:] + 1) % 97
@@ -250,7 +252,7 @@ def test_the_future_does_not_show(shape: Shape, position: Position) -> None:
 @pytest.mark.parametrize("checkpointing", [True, False])
 @pytest.mark.parametrize("position", POSITIONS)
 def test_losses_are_the_cross_entropy(position: Position, checkpointing: bool) -> None:
-    decoder = Decoder(small(position=position, shape="bloom"))
+    decoder = Decoder(small(position=position, architecture="bloom"))
     decoder.activation_checkpointing = checkpointing
     tokens, targets = some_tokens(3, 20), some_tokens(3, 20, seed=1)
     losses = decoder(tokens, targets)
@@ -313,17 +315,23 @@ class TestCosts:
     @pytest.mark.parametrize("tied", [True, False])
     @pytest.mark.parametrize("position", POSITIONS)
     @pytest.mark.parametrize("shape", ["mpt", "bloom"])
-    def test_parameters_are_counted(self, shape: Shape, position: Position, tied: bool) -> None:
+    def test_parameters_are_counted(
+        self, shape: Architecture, position: Position, tied: bool
+    ) -> None:
         for kv_heads in (None, 2, 1):
             config = small(
-                shape=shape, position=position, tied_embeddings=tied, num_kv_heads=kv_heads
+                architecture=shape, position=position, tied_embeddings=tied, num_kv_heads=kv_heads
             )
             assert num_parameters(config) == Decoder(config, None).num_parameters()
 
     def test_bloom_176b(self) -> None:
         """The published count of BLOOM-176B."""
         config = ModelConfig(
-            shape="bloom", num_layers=70, hidden_size=14336, num_heads=112, vocab_size=250_880
+            architecture="bloom",
+            num_layers=70,
+            hidden_size=14336,
+            num_heads=112,
+            vocab_size=250_880,
         )
         assert num_parameters(config) == 176_247_271_424
 

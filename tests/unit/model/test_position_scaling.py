@@ -1,4 +1,4 @@
-"""Scaled positions against transformers' own RoPE initialisers and the formulas in float64."""
+"""Scaled positions against transformers' own RoPE initializers and the formulas in float64."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from alibi_lm.model.layers import Block
 from alibi_lm.model.position_scaling import Rotation, head_slopes, rotation
 from alibi_lm.model.positions import rotate
 from alibi_lm.model.slopes import alibi_slopes, learned_slopes
-from alibi_lm.parallel.mesh import Axis
+from alibi_lm.parallel.mesh import ParallelDim
 from alibi_lm.utils.errors import ConfigError
 
 LENGTHS = (64, 512, 8192)
@@ -264,10 +264,10 @@ class TestLearnedSlopes:
     ) -> None:
         q = torch.randn(1, 4, 300, 8)
         slopes = learned_slopes(alibi_slopes(4), torch.full((4,), 0.3, requires_grad=True))
-        with pytest.raises(ValueError, match="flash_cpu cannot do the gradient of slopes"):
-            attention(q, q, q, slopes=slopes, kernel="flash_cpu")
+        with pytest.raises(ValueError, match="sdpa_cpu cannot do the gradient of slopes"):
+            attention(q, q, q, slopes=slopes, kernel="sdpa_cpu")
         with torch.no_grad():
-            fused = attention(q, q, q, slopes=slopes, kernel="flash_cpu")
+            fused = attention(q, q, q, slopes=slopes, kernel="sdpa_cpu")
         exact = attention(q, q, q, slopes=slopes)
         torch.testing.assert_close(fused, exact, rtol=1e-5, atol=1e-5)
 
@@ -281,7 +281,7 @@ class TestLearnedSlopes:
 
     def test_ranks_hold_their_heads(self) -> None:
         for rank in range(3):
-            block = Decoder(model(position="alibi_learned"), None, Axis(rank, 3)).blocks[0]
+            block = Decoder(model(position="alibi_learned"), None, ParallelDim(rank, 3)).blocks[0]
             assert isinstance(block, Block)
             shard = block.attention.log_slope_ratio.shard  # type: ignore[attr-defined]
             assert shard.shape == (6,)

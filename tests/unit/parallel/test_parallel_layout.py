@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from alibi_lm.parallel.layout import Layout, Place, stage_layers
+from alibi_lm.parallel.layout import Layout, RankCoordinate, stage_layers
 
 
-def test_groups_have_neighbours_share_a_model() -> None:
+def test_groups_have_neighbors_share_a_model() -> None:
     layout = Layout(dp=4, tp=2)
     assert layout.tensor_groups() == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert layout.data_groups() == [[0, 2, 4, 6], [1, 3, 5, 7]]
@@ -43,7 +43,7 @@ def test_the_numbering_is_deepspeeds() -> None:
     layout, theirs = Layout(dp=2, tp=4, pp=3), PipeModelDataParallelTopology(3, 4, 2)
     for rank in range(layout.num_ranks):
         found = theirs.get_coord(rank)
-        assert layout.place(rank) == Place(found.pipe, found.data, found.model)
+        assert layout.place(rank) == RankCoordinate(found.pipe, found.data, found.model)
 
 
 def test_stages_of_bloom_176b_are_those_of_the_published_run() -> None:

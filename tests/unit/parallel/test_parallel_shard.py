@@ -16,12 +16,12 @@ from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.decoder import Decoder
 from alibi_lm.model.init import initial_value
 from alibi_lm.parallel import strided_reader
-from alibi_lm.parallel.mesh import Axis
-from alibi_lm.parallel.shard import Interval, Run, Shard, shard_of
+from alibi_lm.parallel.mesh import ParallelDim
+from alibi_lm.parallel.shard import Interval, Shard, StridedSlice, shard_of
 from alibi_lm.utils.errors import CheckpointError
 
 
-def elements(run: Run) -> list[int]:
+def elements(run: StridedSlice) -> list[int]:
     """The elements of a run, by its definition."""
     return [run.start + i // run.length * run.stride + i % run.length for i in range(run.numel)]
 
@@ -108,7 +108,7 @@ def test_what_one_split_wrote_another_reads(
                 flat = shard.take(whole).flatten()
                 found = torch.zeros_like(flat)
                 for start, run in shard.runs(0, len(flat)):
-                    found[start : start + run.numel] = reader.read_run(name, "param", run)
+                    found[start : start + run.numel] = reader.read_slice(name, "param", run)
                 assert torch.equal(found, flat)
 
 
@@ -116,7 +116,7 @@ def test_what_one_split_wrote_another_reads(
 def test_column_slices_that_do_not_cover_once_are_refused(
     second: tuple[int, int, int, int], tmp_path: Path
 ) -> None:
-    first, other = Run(0, 25, 5, 12), Run(*second)
+    first, other = StridedSlice(0, 25, 5, 12), StridedSlice(*second)
     keys = [fragment_key("a", "param", run) for run in (first, other)]
     assert keys[0] == "a|param|0:5:12"
     tensors = {key: torch.zeros(r.numel) for key, r in zip(keys, (first, other), strict=True)}
@@ -138,7 +138,7 @@ def test_the_ranks_slices_are_the_initial_model(position: str, size: int, kv_hea
     wholes = {name: tuple(p.shape) for name, p in Decoder(config).named_parameters()}
     counted = {name: torch.zeros(shape).flatten() for name, shape in wholes.items()}
     for rank in range(size):
-        for name, parameter in Decoder(config, 3, Axis(rank, size)).named_parameters():
+        for name, parameter in Decoder(config, 3, ParallelDim(rank, size)).named_parameters():
             shard = shard_of(parameter) or Shard(
                 tuple(parameter.shape), 0, (Interval(0, len(parameter)),), len(parameter), rank == 0
             )

@@ -102,9 +102,9 @@ def test_states_are_zeros_formulas_but_for_fp32_gradients(stage: int, ranks: int
 @pytest.mark.parametrize(
     "model",
     [
-        {"shape": "mpt"},
-        {"shape": "bloom", "num_kv_heads": 2},
-        {"shape": "mpt", "num_kv_heads": 1, "tied_embeddings": False},
+        {"architecture": "mpt"},
+        {"architecture": "bloom", "num_kv_heads": 2},
+        {"architecture": "mpt", "num_kv_heads": 1, "tied_embeddings": False},
     ],
     ids=str,
 )

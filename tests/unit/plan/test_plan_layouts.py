@@ -61,7 +61,7 @@ def test_every_config_has_a_plan(path: Path) -> None:
         (8, 12, ["model.tied_embeddings=false"]),
         (2, 1, ["model.vocab_size=250881"]),
         (8, 6, ["model.num_kv_heads=2", "model.vocab_size=101"]),
-        (4, 3, ["model.shape=mpt", "model.position=t5"]),
+        (4, 3, ["model.architecture=mpt", "model.position=t5"]),
         (4, 3, ["model.position=learned", "model.max_positions=4096"]),
         (4, 3, ["model.position=alibi_learned", "model.scaling={kind: linear, factor: 2}"]),
     ],

@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from alibi_lm.tasks.reasoning import TASKS, ReasoningMaker, question
+from alibi_lm.tasks.reasoning import TASKS, ReasoningGenerator, question
 from alibi_lm.utils.errors import DataError
 
 
@@ -47,7 +47,7 @@ def test_answers_are_right_for_every_length(task: str) -> None:
 
 
 def test_documents_are_exact_deterministic_and_of_all_lengths() -> None:
-    maker = ReasoningMaker(TASKS, (1, 20), 100, 0, characters)
+    maker = ReasoningGenerator(TASKS, (1, 20), 100, 0, characters)
     first: Counter[int] = Counter()
     tasks: Counter[str] = Counter()
     for index in range(3000):
@@ -65,12 +65,12 @@ def test_documents_are_exact_deterministic_and_of_all_lengths() -> None:
     assert set(first) == set(range(1, 21))
     assert min(first.values()) > 100  # 150 are expected
     assert min(tasks.values()) > 900
-    again = ReasoningMaker(TASKS, (1, 20), 100, 0, characters)
+    again = ReasoningGenerator(TASKS, (1, 20), 100, 0, characters)
     assert again.document(5) == maker.document(5)
-    assert ReasoningMaker(TASKS, (1, 20), 100, 1, characters).document(5) != maker.document(5)
+    assert ReasoningGenerator(TASKS, (1, 20), 100, 1, characters).document(5) != maker.document(5)
 
 
 def test_problems_that_do_not_fit_are_refused_task_by_task() -> None:
     with pytest.raises(DataError, match="20 items of task copy") as caught:
-        ReasoningMaker(TASKS, (1, 20), 60, 0, characters)
+        ReasoningGenerator(TASKS, (1, 20), 60, 0, characters)
     assert len(caught.value.problems) == 3

@@ -20,7 +20,7 @@ from alibi_lm.tasks import passkey, statements
 from alibi_lm.tasks.config import TaskSizes
 from alibi_lm.tasks.passkey import Passkey
 from alibi_lm.tasks.prompt import Encoder
-from alibi_lm.tasks.recall_documents import Filler, RecallMaker
+from alibi_lm.tasks.recall_documents import Filler, RecallGenerator
 from alibi_lm.utils.errors import DataError
 
 SENTENCES = " ".join(passkey.FILLER)
@@ -49,7 +49,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 def maker_of(tokenizer: Tokenizer, *kinds: str, size: int = 256, dense: float = 0.5, seed: int = 0):  # type: ignore[no-untyped-def]
     filler = Filler(real_text(), tokenizer.encode, tokenizer.decode)
-    return RecallMaker(kinds, size, dense, seed, filler, tokenizer.encode)
+    return RecallGenerator(kinds, size, dense, seed, filler, tokenizer.encode)
 
 
 def ids_of(tokenizer: Tokenizer, pieces: tuple[str, ...]) -> list[int]:

@@ -48,7 +48,7 @@ def prompts_of(task: Task, tokenizer: Any) -> Iterator[tuple[Prompt, str, int]]:
         length = max(task.shortest(lengths[index % 4]), lengths[index % 4])
         prompt = task.prompt(length, index)
         assert prompt.length <= length
-        assert len(prompt.tokens) + prompt.room == prompt.length
+        assert len(prompt.tokens) + prompt.answer_budget == prompt.length
         yield prompt, tokenizer.decode(prompt.tokens.tolist()), length
 
 
@@ -57,7 +57,7 @@ def test_needles(name: str, tokenizer: PieceTokenizer, corpus: TokenFile) -> Non
     """Counts of keys, values and queries, each needle once, in the haystack of its kind."""
     task, setting = task_of(name, tokenizer, corpus), NIAH[name]
     for prompt, text, length in prompts_of(task, tokenizer):
-        assert prompt.room == 128
+        assert prompt.answer_budget == 128
         lines = LINE.findall(text)
         assert {kind for kind, _, _ in lines} == {setting.values}
         stated = {key: [v for _, k, v in lines if k == key] for _, key, _ in lines}
@@ -131,7 +131,7 @@ def test_variable_tracking(
     task = task_of("vt", tokenizer, corpus, sizes)
     assert task.published == (num_chains == 1)
     for prompt, text, _ in prompts_of(task, tokenizer):
-        assert prompt.room == 30
+        assert prompt.answer_budget == 30
         example, main = (part for part in text.split("Memorize and track the chain(s) of variable "
                                                      "assignment hidden in the following text.\n\n")
                          if part)  # fmt: skip
@@ -166,7 +166,7 @@ def test_common_words(tokenizer: PieceTokenizer, corpus: TokenFile) -> None:
     assert isinstance(task, CommonWords)
     lengths = set()
     for prompt, text, length in prompts_of(task, tokenizer):
-        assert prompt.room == 120
+        assert prompt.answer_budget == 120
         head = "Memorize the ones that appear most often.\n"
         _, example, main = text.split(head)
         sizes = ((3, 1, 20), (6, 1, None)) if length < 4096 else ((10, 3, 40), (30, 3, None))
@@ -197,7 +197,7 @@ def test_frequent_words(tokenizer: PieceTokenizer, corpus: TokenFile) -> None:
     task = task_of("fwe", tokenizer, corpus)
     assert isinstance(task, FrequentWords)
     for prompt, text, length in prompts_of(task, tokenizer):
-        assert prompt.room == 50
+        assert prompt.answer_budget == 50
         listed = text.split("Find the three most frequently appeared coded words. ")[1]
         counts = Counter(listed.split("\nQuestion: ")[0].split(" "))
         ranked = counts.most_common()

@@ -7,7 +7,7 @@ import pytest
 
 from alibi_lm.config import Config
 from alibi_lm.config_loading import build
-from alibi_lm.parallel.mesh import Axis, Mesh
+from alibi_lm.parallel.mesh import Mesh, ParallelDim
 from alibi_lm.train.loop import Loop
 from alibi_lm.utils.errors import DataError, Problem
 from alibi_lm.utils.logging import console
@@ -25,7 +25,7 @@ def test_of_the_ranks_that_share_bad_samples_one_says_so(
     def bad(*where: int) -> Any:
         raise DataError(Problem("samples 0 to 1", None, "holds token id 9", "use another"))
 
-    mesh = Mesh(tp=Axis(tensor, 2), dp=Axis(1, 2), pp=Axis(stage, 2))
+    mesh = Mesh(tp=ParallelDim(tensor, 2), dp=ParallelDim(1, 2), pp=ParallelDim(stage, 2))
     engine: Any = SimpleNamespace(mesh=mesh, reads_data=True)
     inputs: Any = SimpleNamespace(micro_batches=bad)
     nothing: Any = None

@@ -28,7 +28,7 @@ def test_another_line_that_the_log_has_no_room_for_is_an_error() -> None:
     console = Console()
     console.log_to(Path("/dev/full"))
     with pytest.raises(OSError, match="No space") as caught:
-        console.say("a line")
+        console.info("a line")
     assert caught.value.errno == errno.ENOSPC
 
 
@@ -44,8 +44,8 @@ def test_a_log_goes_on_where_the_terminal_is_gone(
     console, stream = Console(), broken()
     monkeypatch.setattr(sys, "stdout", stream)
     console.log_to(tmp_path / "train.log")
-    console.say("one")
-    console.say("two")
+    console.info("one")
+    console.info("two")
     monkeypatch.setattr(sys, "stderr", stream)
     console.error("three")
     console.close()
@@ -57,6 +57,6 @@ def test_without_a_log_a_lost_terminal_is_an_error(monkeypatch: pytest.MonkeyPat
     stream = broken()
     monkeypatch.setattr(sys, "stdout", stream)
     with pytest.raises(BrokenPipeError):
-        Console().say("one")
+        Console().info("one")
     with pytest.raises(BrokenPipeError):
         stream.close()

@@ -374,10 +374,10 @@ def test_progress_outside_a_terminal_is_a_line_with_speed_and_time_left(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(progress, "_LOG_SECONDS", 0.0)
-    with progress.Progress("tokenising c", 4_000_000, 1_000_000) as bar:
+    with progress.Progress("tokenizing c", 4_000_000, 1_000_000) as bar:
         bar.advance(2_000_000)
     out, err = capsys.readouterr()
     assert err == ""
-    assert out.startswith("tokenising c:  75% 3.00M/4.00M [")
+    assert out.startswith("tokenizing c:  75% 3.00M/4.00M [")
     assert "B/s]" in out
     assert bar.summary().startswith("2.0 MB in ")

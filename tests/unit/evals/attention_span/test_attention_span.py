@@ -12,9 +12,9 @@ import torch
 
 from alibi_lm.evals import results
 from alibi_lm.evals.attention_span import evaluation
-from alibi_lm.evals.attention_span.evaluation import TrueReach, run_horizon
-from alibi_lm.evals.config import HorizonConfig, PerplexityConfig
-from alibi_lm.evals.models.base import NativeSubject
+from alibi_lm.evals.attention_span.evaluation import TrueReach, run_attention_span
+from alibi_lm.evals.config import AttentionSpanConfig, PerplexityConfig
+from alibi_lm.evals.models.base import NativeModel
 from alibi_lm.evals.models.scorer import NativeScorer
 from alibi_lm.evals.perplexity.evaluation import run_perplexity
 from alibi_lm.evals.report import report
@@ -62,7 +62,9 @@ def test_equal_scores_have_the_reach_of_their_slope() -> None:
 
 
 def test_the_eval_stores_what_is_proven_and_what_is_true(step: Any) -> None:
-    result = run_horizon(NativeSubject(step), HorizonConfig(num_tokens=6000, num_queries=20))
+    result = run_attention_span(
+        NativeModel(step), AttentionSpanConfig(num_tokens=6000, num_queries=20)
+    )
     assert len(result["rows"]) == 2 * 4
     for row in result["rows"]:
         assert row["true_median"] <= row["true_max"] <= row["certified_max"]
@@ -74,26 +76,27 @@ def test_the_eval_stores_what_is_proven_and_what_is_true(step: Any) -> None:
     steep = [row["certified_max"] for row in result["rows"] if row["head"] < 3]
     assert max(steep) < 1500
     assert result["composed"]["true"] <= result["composed"]["certified"]
-    assert results.stored(NativeSubject(step), "horizon") == result
-    assert (step.evals_folder / "horizon.png").stat().st_size > 10_000
-    assert "through all layers" in "\n".join(report.summary_lines(NativeSubject(step)))
-    page = report.write_report(NativeSubject(step)).read_text(encoding="utf-8")
+    assert results.stored(NativeModel(step), "attention_span") == result
+    assert (step.evals_folder / "attention_span.png").stat().st_size > 10_000
+    assert "through all layers" in "\n".join(report.summary_lines(NativeModel(step)))
+    page = report.write_report(NativeModel(step)).read_text(encoding="utf-8")
     assert "How far heads read" in page
     assert f"{result['rows'][0]['certified_max']:,}" in page
     assert result["verdict"]["text"] in page
 
 
 def test_evaluating_twice_measures_once(step: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    config = HorizonConfig(num_tokens=3000, num_queries=4)
-    first = evaluation.evaluate(NativeSubject(step), config)
+    config = AttentionSpanConfig(num_tokens=3000, num_queries=4)
+    first = evaluation.evaluate(NativeModel(step), config)
     assert "certified" in capsys.readouterr().out
-    assert evaluation.evaluate(NativeSubject(step), config) == first
+    assert evaluation.evaluate(NativeModel(step), config) == first
     assert "done before" in capsys.readouterr().out
 
 
 def test_a_short_reach_is_called_bounded(step: Any) -> None:
-    result = run_horizon(
-        NativeSubject(step), HorizonConfig(num_tokens=8000, num_queries=4, epsilon=1e-3)
+    result = run_attention_span(
+        NativeModel(step),
+        AttentionSpanConfig(num_tokens=8000, num_queries=4, pruning_tolerance=1e-3),
     )
     assert result["verdict"]["word"] == "bounded"
     longest = max(row["certified_max"] for row in result["rows"])
@@ -102,26 +105,26 @@ def test_a_short_reach_is_called_bounded(step: Any) -> None:
 
 def test_mistakes_are_named(tmp_path: Path, step: Any, corpus: Path) -> None:
     with pytest.raises(DataError, match="9,000 tokens"):
-        run_horizon(NativeSubject(step), HorizonConfig(num_tokens=9000))
+        run_attention_span(NativeModel(step), AttentionSpanConfig(num_tokens=9000))
     with pytest.raises(ConfigError, match=r"horizon\.num_tokens"):
-        run_horizon(NativeSubject(step), HorizonConfig(num_tokens=500))
+        run_attention_span(NativeModel(step), AttentionSpanConfig(num_tokens=500))
     rotary = fake_step(tmp_path, [corpus], fake_decoder=model(position="rotary"))
     with pytest.raises(ConfigError, match="rotary"):
-        run_horizon(NativeSubject(rotary), HorizonConfig(num_tokens=3000))
-    with pytest.raises(ConfigError, match="epsilon"):
-        read_suite(None, ["horizon.epsilon=0"])
-    with pytest.raises(ConfigError, match=r"perplexity\.epsilon"):
-        read_suite(None, ["perplexity.epsilon=1"])
+        run_attention_span(NativeModel(rotary), AttentionSpanConfig(num_tokens=3000))
+    with pytest.raises(ConfigError, match="pruning_tolerance"):
+        read_suite(None, ["attention_span.pruning_tolerance=0"])
+    with pytest.raises(ConfigError, match=r"perplexity\.pruning_tolerance"):
+        read_suite(None, ["perplexity.pruning_tolerance=1"])
 
 
 def test_the_scorer_uses_horizons_where_there_are_any() -> None:
     tokens = torch.randint(VOCAB_SIZE, (2, 3001), generator=torch.Generator().manual_seed(1))
     decoder = model()
     dense = NativeScorer(decoder, "cpu")
-    scorer = NativeScorer(decoder, "cpu", epsilon=None)
-    assert dense.epsilon == 0
-    assert scorer.epsilon == DEFAULT_EPSILON
-    assert scorer.describe()["epsilon"] == DEFAULT_EPSILON
+    scorer = NativeScorer(decoder, "cpu", pruning_tolerance=None)
+    assert dense.pruning_tolerance == 0
+    assert scorer.pruning_tolerance == DEFAULT_EPSILON
+    assert scorer.describe()["pruning_tolerance"] == DEFAULT_EPSILON
     ours, expected = scorer.token_losses(tokens), dense.token_losses(tokens)
     assert ours.shape == expected.shape
     assert torch.allclose(ours, expected, rtol=0, atol=2e-5)
@@ -134,18 +137,18 @@ def test_the_scorer_uses_horizons_where_there_are_any() -> None:
 
 def test_an_epsilon_is_refused_where_there_are_no_horizons() -> None:
     for settings, word in (({"position": "none"}, "none"), ({"window": 100}, "window")):
-        assert NativeScorer(model(**settings), "cpu", epsilon=None).epsilon == 0
+        assert NativeScorer(model(**settings), "cpu", pruning_tolerance=None).pruning_tolerance == 0
         with pytest.raises(ConfigError, match=word):
-            NativeScorer(model(**settings), "cpu", epsilon=1e-6)
+            NativeScorer(model(**settings), "cpu", pruning_tolerance=1e-6)
 
 
 def test_perplexity_says_its_epsilon_and_equals_the_dense_one(step: Any) -> None:
     found = {}
     for epsilon in (None, 0.0):
-        config = PerplexityConfig(lengths=[128, 3000], epsilon=epsilon)
-        found[epsilon] = run_perplexity(NativeSubject(step), config)
-    assert found[None]["model"]["epsilon"] == DEFAULT_EPSILON
-    assert found[0.0]["model"]["epsilon"] == 0
+        config = PerplexityConfig(lengths=[128, 3000], pruning_tolerance=epsilon)
+        found[epsilon] = run_perplexity(NativeModel(step), config)
+    assert found[None]["model"]["pruning_tolerance"] == DEFAULT_EPSILON
+    assert found[0.0]["model"]["pruning_tolerance"] == 0
     values = [[row["perplexity"] for row in found[e]["rows"]] for e in (None, 0.0)]
     assert values[0][0] == values[1][0]
     assert math.isclose(values[0][1], values[1][1], rel_tol=1e-5)

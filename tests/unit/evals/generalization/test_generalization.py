@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from alibi_lm.config_loading import build
-from alibi_lm.evals.config import GeneralisationConfig, SuiteConfig
+from alibi_lm.evals.config import GeneralizationConfig, SuiteConfig
 from alibi_lm.evals.generalization.evaluation import (
     DEFAULT_LENGTHS,
     evaluate,
     make_trials,
-    run_generalisation,
+    run_generalization,
 )
 from alibi_lm.evals.generalization.result import lines
-from alibi_lm.evals.models.base import NativeSubject
+from alibi_lm.evals.models.base import NativeModel
 from alibi_lm.evals.models.scorer import Answers, NativeScorer
 from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.decoder import Decoder
@@ -35,9 +35,9 @@ class Solver:
     """Solves problems of up to `reach` items; beyond it, all but the first token is right."""
 
     vocab_size = 4096
-    num_replicas = 1
+    dp_size = 1
 
-    num_replicas = 1
+    dp_size = 1
 
     def __init__(self, tokenizer: WordTokenizer, reach: int) -> None:
         self._tokenizer = tokenizer
@@ -100,19 +100,19 @@ def tokenizer() -> WordTokenizer:
     return WordTokenizer()
 
 
-def subject_of(folder: Path, tokenizer: Any) -> NativeSubject:
-    return NativeSubject(fake_step(folder, [], fake_tokenizer=tokenizer))
+def subject_of(folder: Path, tokenizer: Any) -> NativeModel:
+    return NativeModel(fake_step(folder, [], fake_tokenizer=tokenizer))
 
 
-CONFIG = GeneralisationConfig(num_trials=10, batch_tokens=300)
+CONFIG = GeneralizationConfig(num_trials=10, batch_tokens=300)
 
 
 @pytest.mark.parametrize(
     ("reach", "word", "text"),
     [
-        (40, "generalises", "Copy generalises from 20 to 40 items, the most asked (100%"),
+        (40, "generalizes", "Copy generalizes from 20 to 40 items, the most asked (100%"),
         (20, "stops", "Sort stops at 20 items, the most trained (0% (0% to 28%) exact at 25)."),
-        (30, "partly", "Addition generalises from 20 to 30 items and stops there (0%"),
+        (30, "partly", "Addition generalizes from 20 to 30 items and stops there (0%"),
         (
             10,
             "not learned",
@@ -123,8 +123,8 @@ CONFIG = GeneralisationConfig(num_trials=10, batch_tokens=300)
 def test_a_model_that_solves_up_to_some_items_is_said_to(
     tmp_path: Path, tokenizer: WordTokenizer, reach: int, word: str, text: str
 ) -> None:
-    subject = subject_of(tmp_path, tokenizer)
-    result = run_generalisation(subject, CONFIG, Solver(tokenizer, reach))
+    eval_model = subject_of(tmp_path, tokenizer)
+    result = run_generalization(eval_model, CONFIG, Solver(tokenizer, reach))
     assert result["verdict"]["word"] == word
     assert text in result["verdict"]["text"]
     assert result["lengths"] == list(DEFAULT_LENGTHS)
@@ -140,14 +140,14 @@ def test_a_model_that_solves_up_to_some_items_is_said_to(
             tokens = cell["items"]
             assert cell["teacher_forced"] == pytest.approx((tokens - 1) / tokens)
     assert all(own["reach"] == reach for own in result["verdict"]["tasks"].values())
-    stored = json.loads((subject.evals_folder / "generalisation.json").read_text())
+    stored = json.loads((eval_model.evals_folder / "generalization.json").read_text())
     assert stored == json.loads(json.dumps(result))
-    assert (subject.evals_folder / "generalisation.png").stat().st_size > 10_000
+    assert (eval_model.evals_folder / "generalization.png").stat().st_size > 10_000
     assert len(lines(result)) == 1 + 2 * 3
 
 
 def test_a_blind_model_has_learned_nothing(tmp_path: Path, tokenizer: WordTokenizer) -> None:
-    result = run_generalisation(subject_of(tmp_path, tokenizer), CONFIG, Blind(tokenizer, 0))
+    result = run_generalization(subject_of(tmp_path, tokenizer), CONFIG, Blind(tokenizer, 0))
     assert result["verdict"]["word"] == "not learned"
     assert all(cell["rate"] == cell["teacher_forced"] == 0 for cell in result["cells"])
 
@@ -157,15 +157,15 @@ def test_an_answer_that_goes_on_is_wrong(tmp_path: Path, tokenizer: WordTokenize
         def _ids(self, prompt: str) -> tuple[list[int], bool]:
             return self._tokenizer.encode(self._solution(prompt)[0] + " a" + END), True
 
-    result = run_generalisation(subject_of(tmp_path, tokenizer), CONFIG, Rambling(tokenizer, 0))
+    result = run_generalization(subject_of(tmp_path, tokenizer), CONFIG, Rambling(tokenizer, 0))
     assert all(cell["rate"] == 0 for cell in result["cells"])
 
 
 def test_without_lengths_on_both_sides_it_cannot_tell(
     tmp_path: Path, tokenizer: WordTokenizer
 ) -> None:
-    config = GeneralisationConfig(num_trials=2, lengths=[5, 20])
-    result = run_generalisation(subject_of(tmp_path, tokenizer), config, Solver(tokenizer, 40))
+    config = GeneralizationConfig(num_trials=2, lengths=[5, 20])
+    result = run_generalization(subject_of(tmp_path, tokenizer), config, Solver(tokenizer, 40))
     assert result["verdict"]["word"] == "cannot tell"
     assert "no length beyond 20" in result["verdict"]["text"]
 
@@ -174,10 +174,10 @@ def test_the_models_own_answers_are_those_of_plain_greedy_decoding(
     tmp_path: Path, tokenizer: WordTokenizer
 ) -> None:
     """A random decoder, batched and one by one: the same counts as our own loop over logits."""
-    config = GeneralisationConfig(num_trials=6, lengths=[1, 2, 25], tasks=["copy", "addition"])
+    config = GeneralizationConfig(num_trials=6, lengths=[1, 2, 25], tasks=["copy", "addition"])
     decoder = Decoder(ModelConfig(num_layers=2, hidden_size=32, num_heads=4, vocab_size=4096))
     scorer = NativeScorer(decoder)
-    result = run_generalisation(subject_of(tmp_path, tokenizer), config, scorer)
+    result = run_generalization(subject_of(tmp_path, tokenizer), config, scorer)
     index = 0
     for task in config.tasks:
         for items in (1, 2, 25):
@@ -199,7 +199,7 @@ def test_the_models_own_answers_are_those_of_plain_greedy_decoding(
 def test_problems_are_a_function_of_the_seed(tokenizer: WordTokenizer) -> None:
     first = make_trials(tokenizer, "sort", 7, CONFIG)  # type: ignore[arg-type]
     assert first == make_trials(tokenizer, "sort", 7, CONFIG)  # type: ignore[arg-type]
-    other = GeneralisationConfig(num_trials=10, seed=1)
+    other = GeneralizationConfig(num_trials=10, seed=1)
     assert first != make_trials(tokenizer, "sort", 7, other)  # type: ignore[arg-type]
     assert len({trial.asked.prompt for trial in first}) == 10
     assert np.unique([len(trial.prompt) for trial in first]).size == 1
@@ -208,28 +208,28 @@ def test_problems_are_a_function_of_the_seed(tokenizer: WordTokenizer) -> None:
 def test_lengths_without_positions_are_refused_or_left_out(
     tmp_path: Path, tokenizer: WordTokenizer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    subject = subject_of(tmp_path, tokenizer)
-    subject.checkpoint.config.model.max_positions = 60
-    config = GeneralisationConfig(num_trials=2, tasks=["copy"])
-    result = run_generalisation(subject, config, Solver(tokenizer, 40))
+    eval_model = subject_of(tmp_path, tokenizer)
+    eval_model.checkpoint.config.model.max_positions = 60
+    config = GeneralizationConfig(num_trials=2, tasks=["copy"])
+    result = run_generalization(eval_model, config, Solver(tokenizer, 40))
     assert result["lengths"] == [5, 10, 15, 20, 25]
     assert "left out by default" in capsys.readouterr().err
-    asked = GeneralisationConfig(num_trials=2, tasks=["copy"], lengths=[5, 40])
+    asked = GeneralizationConfig(num_trials=2, tasks=["copy"], lengths=[5, 40])
     with pytest.raises(ConfigError, match=r"lengths = 40: takes 85 tokens"):
-        run_generalisation(subject, asked, Solver(tokenizer, 40))
+        run_generalization(eval_model, asked, Solver(tokenizer, 40))
     with pytest.raises(DataError, match="has no tokenizer"):
-        run_generalisation(subject_of(tmp_path, None), config)
+        run_generalization(subject_of(tmp_path, None), config)
 
 
 def test_it_is_run_once(
     tmp_path: Path, tokenizer: WordTokenizer, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    subject = subject_of(tmp_path, tokenizer)
-    monkeypatch.setattr(NativeSubject, "scorer", lambda self, *a, **k: Solver(tokenizer, 20))
-    first = evaluate(subject, CONFIG)
+    eval_model = subject_of(tmp_path, tokenizer)
+    monkeypatch.setattr(NativeModel, "scorer", lambda self, *a, **k: Solver(tokenizer, 20))
+    first = evaluate(eval_model, CONFIG)
     assert "stops at 20 items" in capsys.readouterr().out
-    assert evaluate(subject, CONFIG)["seconds"] == first["seconds"]
+    assert evaluate(eval_model, CONFIG)["seconds"] == first["seconds"]
     assert "done before" in capsys.readouterr().out
 
 
@@ -244,4 +244,4 @@ def test_settings_are_checked() -> None:
         ({"seed": -1}, "seed"),
     ]:
         with pytest.raises(ConfigError, match=message):
-            build(SuiteConfig, {"generalisation": wrong})
+            build(SuiteConfig, {"generalization": wrong})

@@ -13,11 +13,16 @@ from click.testing import CliRunner
 
 from alibi_lm.checkpoint.step import Step
 from alibi_lm.cli.main import main
-from alibi_lm.evals.attention_span.evaluation import run_horizon
-from alibi_lm.evals.config import HorizonConfig, NeedleConfig, PerplexityConfig, RetrievalConfig
+from alibi_lm.evals.attention_span.evaluation import run_attention_span
+from alibi_lm.evals.config import (
+    AttentionSpanConfig,
+    NeedleConfig,
+    PerplexityConfig,
+    RetrievalConfig,
+)
 from alibi_lm.evals.models import scorer
-from alibi_lm.evals.models.base import Choices, NativeSubject, Subject
-from alibi_lm.evals.models.resolve import open_subject
+from alibi_lm.evals.models.base import EvalModel, EvalOptions, NativeModel
+from alibi_lm.evals.models.resolve import resolve_model
 from alibi_lm.evals.perplexity.evaluation import run_perplexity
 from alibi_lm.evals.report.report import summary_lines, write_report
 from alibi_lm.evals.results import open_corpora
@@ -25,21 +30,25 @@ from alibi_lm.evals.retrieval.evaluation import run_retrieval
 from alibi_lm.evals.retrieval.needle import run_needle
 from alibi_lm.evals.retrieval.needle_prompts import PromptMaker
 from alibi_lm.hf.exporting.exporter import export
-from alibi_lm.model.inference.kv_cache import Cache
-from alibi_lm.model.inference.pruned_kv_cache import RingCache
+from alibi_lm.model.inference.kv_cache import KVCache
+from alibi_lm.model.inference.pruned_kv_cache import PrunedKVCache
 from alibi_lm.tasks.config import TaskSizes
 from alibi_lm.utils.errors import CheckpointError, ConfigError, DataError
-from tests.unit.hf.folders import write_stock
+from tests.unit.hf.folders import write_reference
 from tests.unit.hf.small_step import LENGTH, LINES, add_tokenizer, add_validation, write_step
 
 PERPLEXITY = PerplexityConfig(
-    lengths=[12, LENGTH, 300], stride=12, fixed_targets=6, null_targets=40, max_tokens=1200
+    lengths=[12, LENGTH, 300],
+    stride=12,
+    fixed_targets=6,
+    truncated_context_targets=40,
+    max_tokens=1200,
 )
 NEEDLE = NeedleConfig(lengths=[180, 360], depths=[0.0, 0.6], num_trials=3)
 RETRIEVAL = RetrievalConfig(tasks=["mqar"], lengths=[700], num_trials=4)
 SHAPES = {
-    "mpt": {"shape": "mpt", "num_heads": 12},
-    "bloom": {"shape": "bloom", "num_heads": 8, "tied_embeddings": True},
+    "mpt": {"architecture": "mpt", "num_heads": 12},
+    "bloom": {"architecture": "bloom", "num_heads": 8, "tied_embeddings": True},
 }
 
 
@@ -66,27 +75,30 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def subjects(exported: tuple[Step, Path]) -> list[Subject]:
+def eval_models(exported: tuple[Step, Path]) -> list[EvalModel]:
     """The run; and its export computed by our own model and by the class."""
     step, folder = exported
     corpus = step.config.data.validation[0]
     return [
-        NativeSubject(step),
-        open_subject(f"hf:{folder}", Choices(corpus=corpus)),
-        open_subject(f"hf:{folder}", Choices(corpus=corpus, engine="hf")),
+        NativeModel(step),
+        resolve_model(f"hf:{folder}", EvalOptions(corpus=corpus)),
+        resolve_model(f"hf:{folder}", EvalOptions(corpus=corpus, engine="hf")),
     ]
 
 
 def losses(result: dict[str, Any]) -> list[float]:
     """Every loss and excess of a perplexity result."""
     rows = [*result["rows"], *result["sliding"]["rows"], *result["fixed_target"]["rows"]]
-    return [row["loss"] for row in rows + result["by_position"]["rows"] + result["null"]["rows"]]
+    return [
+        row["loss"]
+        for row in rows + result["by_position"]["rows"] + result["truncated_context"]["rows"]
+    ]
 
 
 def test_one_models_perplexity_is_the_same_natively_imported_and_by_its_class(
     exported: tuple[Step, Path],
 ) -> None:
-    native, *others = (run_perplexity(one, PERPLEXITY) for one in subjects(exported))
+    native, *others = (run_perplexity(one, PERPLEXITY) for one in eval_models(exported))
     assert len(losses(native)) > 15
     assert native["training_length"] == LENGTH
     for result, kind in zip(others, ("native", "hf"), strict=True):
@@ -96,11 +108,14 @@ def test_one_models_perplexity_is_the_same_natively_imported_and_by_its_class(
         for ours, theirs in zip(native["rows"], result["rows"], strict=True):
             assert theirs["perplexity"] == pytest.approx(ours["perplexity"], rel=1e-5)
             assert theirs["bits_per_byte"] == pytest.approx(ours["bits_per_byte"], rel=1e-5)
-        assert result["null"]["verdict"]["word"] == native["null"]["verdict"]["word"]
+        assert (
+            result["truncated_context"]["verdict"]["word"]
+            == native["truncated_context"]["verdict"]["word"]
+        )
 
 
 def test_one_models_needle_answers_are_the_same(exported: tuple[Step, Path]) -> None:
-    native, *others = subjects(exported)
+    native, *others = eval_models(exported)
     maker = PromptMaker(native.tokenizer(), open_corpora(native, NEEDLE), 0)  # type: ignore[arg-type]
     trials = [maker.trial(300, index) for index in range(4)]
     prompts = torch.stack([torch.from_numpy(trial.prompt(0.5)) for trial in trials])
@@ -108,39 +123,39 @@ def test_one_models_needle_answers_are_the_same(exported: tuple[Step, Path]) -> 
     wanted = native.scorer("fp32").answers(prompts, choices, 12)
     grid = run_needle(native, NEEDLE)
     wanted_cells = run_retrieval(native, RETRIEVAL)["cells"]
-    for subject in others:
-        found = subject.scorer("fp32").answers(prompts, choices, 12)
+    for eval_model in others:
+        found = eval_model.scorer("fp32").answers(prompts, choices, 12)
         assert torch.equal(found.generated, wanted.generated)
         torch.testing.assert_close(
             found.log_likelihoods, wanted.log_likelihoods, rtol=1e-4, atol=1e-4
         )
-        result = run_needle(subject, NEEDLE)
+        result = run_needle(eval_model, NEEDLE)
         assert result["cells"] == grid["cells"]
         assert result["by_length"] == grid["by_length"]
-        assert run_retrieval(subject, RETRIEVAL)["cells"] == wanted_cells
+        assert run_retrieval(eval_model, RETRIEVAL)["cells"] == wanted_cells
 
 
 def test_long_inputs_of_an_imported_model_go_through_the_fast_engine(tmp_path: Path) -> None:
     folder = tmp_path / "model"
-    write_stock(folder, "mpt", heads=8)
+    write_reference(folder, "mpt", heads=8)
     tokens = torch.randint(0, 307, (1, 2600), generator=torch.Generator().manual_seed(0))
-    choices = Choices(training_length=100)
-    fast = open_subject(f"hf:{folder}", choices).scorer("fp32", None)
-    assert fast.describe()["epsilon"] == 1e-6
-    slow = open_subject(f"hf:{folder}", Choices(engine="hf")).scorer("fp32", None)
+    choices = EvalOptions(training_length=100)
+    fast = resolve_model(f"hf:{folder}", choices).scorer("fp32", None)
+    assert fast.describe()["pruning_tolerance"] == 1e-6
+    slow = resolve_model(f"hf:{folder}", EvalOptions(engine="hf")).scorer("fp32", None)
     torch.testing.assert_close(
         fast.token_losses(tokens), slow.token_losses(tokens), rtol=1e-3, atol=1e-4
     )
-    assert open_subject(f"hf:{folder}").training_length == 300  # config.json's max_seq_len
+    assert resolve_model(f"hf:{folder}").training_length == 300  # config.json's max_seq_len
 
 
 def test_far_keys_left_out_of_long_prompts_change_no_answer(
     exported: tuple[Step, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[Cache] = []
+    made: list[KVCache] = []
     decoding_cache = scorer.decoding_cache
 
-    def remembered(*arguments: Any) -> Cache:
+    def remembered(*arguments: Any) -> KVCache:
         made.append(decoding_cache(*arguments))
         return made[-1]
 
@@ -154,42 +169,50 @@ def test_far_keys_left_out_of_long_prompts_change_no_answer(
         tasks=["passkey"], lengths=[2600], num_trials=2, sizes=TaskSizes(passkey_num_distances=3)
     )
     for name in (str(step.folder.parent.parent), f"hf:{folder}"):
-        subject = open_subject(name, Choices(corpus=corpus, out=tmp_path / name[:3]))
+        eval_model = resolve_model(name, EvalOptions(corpus=corpus, out=tmp_path / name[:3]))
         for fast, dense in (
-            [run_needle(subject, replace(needle, epsilon=e)) for e in (None, 0.0)],
-            [run_retrieval(subject, replace(retrieval, epsilon=e)) for e in (None, 0.0)],
+            [run_needle(eval_model, replace(needle, pruning_tolerance=e)) for e in (None, 0.0)],
+            [
+                run_retrieval(eval_model, replace(retrieval, pruning_tolerance=e))
+                for e in (None, 0.0)
+            ],
         ):
-            assert (fast["model"]["epsilon"], dense["model"]["epsilon"]) == (1e-6, 0.0)
+            assert (fast["model"]["pruning_tolerance"], dense["model"]["pruning_tolerance"]) == (
+                1e-6,
+                0.0,
+            )
             assert fast["cells"] == dense["cells"]
-        maker = PromptMaker(subject.tokenizer(), open_corpora(subject, needle), 0)  # type: ignore[arg-type]
+        maker = PromptMaker(eval_model.tokenizer(), open_corpora(eval_model, needle), 0)  # type: ignore[arg-type]
         trials = [maker.trial(2600, index) for index in range(2)]
         prompts = torch.stack([torch.from_numpy(trial.prompt(0.5)) for trial in trials])
         choices = torch.tensor([[a.tokens for a in trial.candidates] for trial in trials])
         made.clear()
-        found, wanted = (subject.scorer("fp32", e).answers(prompts, choices, 9) for e in (1e-6, 0))
-        assert [isinstance(cache, RingCache) for cache in made] == [True, False]
+        found, wanted = (
+            eval_model.scorer("fp32", e).answers(prompts, choices, 9) for e in (1e-6, 0)
+        )
+        assert [isinstance(cache, PrunedKVCache) for cache in made] == [True, False]
         assert torch.equal(found.generated, wanted.generated)
         torch.testing.assert_close(
             found.log_likelihoods, wanted.log_likelihoods, rtol=1e-4, atol=1e-4
         )
 
 
-def test_text_is_tokenised_on_the_fly(exported: tuple[Step, Path], tmp_path: Path) -> None:
+def test_text_is_tokenized_on_the_fly(exported: tuple[Step, Path], tmp_path: Path) -> None:
     step, folder = exported
     (tmp_path / "texts").mkdir()
     for index, text in enumerate(texts()):
         (tmp_path / "texts" / f"{index}.txt").write_text(text)
     lines = [json.dumps({"text": text}) for text in texts()]
     (tmp_path / "lines.jsonl").write_text("\n".join(lines))
-    config = PerplexityConfig(lengths=[LENGTH, 96], null_targets=None, max_tokens=1000)
-    wanted = run_perplexity(NativeSubject(step), config)
+    config = PerplexityConfig(lengths=[LENGTH, 96], truncated_context_targets=None, max_tokens=1000)
+    wanted = run_perplexity(NativeModel(step), config)
     for engine in ("native", "hf"):
         for path in ("texts", "texts/*.txt", "lines.jsonl"):
-            choices = Choices(engine=engine, text=(path,))
-            result = run_perplexity(open_subject(f"hf:{folder}", choices), config)
+            choices = EvalOptions(engine=engine, text=(path,))
+            result = run_perplexity(resolve_model(f"hf:{folder}", choices), config)
             assert result["num_tokens"] == wanted["num_tokens"], (engine, path)
             assert result["rows"][1]["loss"] == pytest.approx(wanted["rows"][1]["loss"], rel=1e-5)
-    native = NativeSubject(step, Choices(text=("texts",), out=tmp_path / "out"))
+    native = NativeModel(step, EvalOptions(text=("texts",), out=tmp_path / "out"))
     assert run_perplexity(native, config)["rows"] == wanted["rows"]
     assert (tmp_path / "out" / "perplexity.json").is_file()
 
@@ -198,7 +221,7 @@ def test_the_commands_and_where_they_write(exported: tuple[Step, Path], tmp_path
     step, folder = exported
     (tmp_path / "texts.txt").write_text("".join(texts()))
     before = sorted(folder.rglob("*"))
-    settings = ["perplexity.lengths=[12,24,96]", "perplexity.null_targets=20"]
+    settings = ["perplexity.lengths=[12,24,96]", "perplexity.truncated_context_targets=20"]
     asked = ["eval", "perplexity", f"hf:{folder}", "text=texts.txt", *settings]
     done = CliRunner().invoke(main, asked)
     assert done.exit_code == 0, done.output
@@ -224,16 +247,16 @@ def test_the_commands_and_where_they_write(exported: tuple[Step, Path], tmp_path
 
 
 def test_the_report_and_horizons_of_an_imported_model(exported: tuple[Step, Path]) -> None:
-    _, subject, stock = subjects(exported)
-    assert "slope" in write_report(subject).read_text()
-    assert "horizon: not measured yet: alibi-lm eval horizon hf:" in "\n".join(
-        summary_lines(subject)
+    _, eval_model, stock = eval_models(exported)
+    assert "slope" in write_report(eval_model).read_text()
+    assert "horizon: not measured yet: alibi-lm eval attention-span hf:" in "\n".join(
+        summary_lines(eval_model)
     )
-    assert "horizon" not in "\n".join(summary_lines(stock))
+    assert "attention_span" not in "\n".join(summary_lines(stock))
     with pytest.raises(ConfigError, match="--engine = hf: this eval looks into"):
-        run_horizon(stock, HorizonConfig(num_tokens=3000))
+        run_attention_span(stock, AttentionSpanConfig(num_tokens=3000))
     with pytest.raises(DataError, match=r"not more than num_tokens"):
-        run_horizon(subject, HorizonConfig(num_tokens=90_000))
+        run_attention_span(eval_model, AttentionSpanConfig(num_tokens=90_000))
 
 
 def test_mistakes_are_named(
@@ -241,44 +264,44 @@ def test_mistakes_are_named(
 ) -> None:
     step, folder = exported
     with pytest.raises(CheckpointError, match=r"hf:\./nowhere/at/all: no such folder"):
-        open_subject("hf:./nowhere/at/all")
+        resolve_model("hf:./nowhere/at/all")
     with pytest.raises(ConfigError, match=r"--engine = hf: computes Hugging Face models"):
-        open_subject(str(step.run_folder), Choices(engine="hf"))
+        resolve_model(str(step.run_folder), EvalOptions(engine="hf"))
     with pytest.raises(DataError, match=r"names no validation corpus; set text="):
-        run_perplexity(open_subject(f"hf:{folder}"), PERPLEXITY)
-    stock = open_subject(f"hf:{folder}", Choices(engine="hf"))
+        run_perplexity(resolve_model(f"hf:{folder}"), PERPLEXITY)
+    stock = resolve_model(f"hf:{folder}", EvalOptions(engine="hf"))
     with pytest.raises(ConfigError, match="takes another scaling"):
         stock.scorer("fp32", None, {"kind": "linear", "factor": 2})
     with pytest.raises(ConfigError, match="epsilon = 0.001: only this project's own model"):
         stock.scorer("fp32", 0.001)
     bare = tmp_path / "bare"
-    write_stock(bare, "bloom", heads=8)
+    write_reference(bare, "bloom", heads=8)
     for engine in ("native", "hf"):
-        subject = open_subject(f"hf:{bare}", Choices(engine=engine, text=(str(bare),)))
+        eval_model = resolve_model(f"hf:{bare}", EvalOptions(engine=engine, text=(str(bare),)))
         with pytest.raises(DataError, match="has no tokenizer to write needles with"):
-            run_needle(subject, NEEDLE)
+            run_needle(eval_model, NEEDLE)
         with pytest.raises(
             DataError, match=r"text = .*bare: hf:.*bare has no tokenizer; give corp"
         ):
-            open_corpora(subject, PERPLEXITY)
+            open_corpora(eval_model, PERPLEXITY)
     with pytest.raises(ConfigError, match="does not say how long its training samples were"):
-        _ = open_subject(f"hf:{bare}").training_length
-    assert open_subject(f"hf:{bare}", Choices(training_length=64)).training_length == 64
+        _ = resolve_model(f"hf:{bare}").training_length
+    assert resolve_model(f"hf:{bare}", EvalOptions(training_length=64)).training_length == 64
 
 
 def test_a_damaged_folder_is_refused(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
-    write_stock(tmp_path / "model", "mpt", heads=8)
+    write_reference(tmp_path / "model", "mpt", heads=8)
     path = tmp_path / "model" / "model.safetensors"
     tensors = load_file(path)
     del tensors["transformer.blocks.1.ffn.up_proj.weight"]
     save_file(tensors, path, {"format": "pt"})
     with pytest.raises(CheckpointError, match=r"blocks\.1\.ffn\.up_proj\.weight: is missing"):
-        open_subject(f"hf:{tmp_path / 'model'}")
-    subject = open_subject(f"hf:{tmp_path / 'model'}", Choices(engine="hf"))
+        resolve_model(f"hf:{tmp_path / 'model'}")
+    eval_model = resolve_model(f"hf:{tmp_path / 'model'}", EvalOptions(engine="hf"))
     with pytest.raises(CheckpointError, match=r"1 tensors are missing .*up_proj\.weight"):
-        subject.scorer("fp32")
+        eval_model.scorer("fp32")
 
 
 def test_what_ours_cannot_compute_goes_to_the_class_by_itself(tmp_path: Path) -> None:
@@ -289,6 +312,6 @@ def test_what_ours_cannot_compute_goes_to_the_class_by_itself(tmp_path: Path) ->
     config = MptConfig(d_model=32, n_layers=1, n_heads=4, vocab_size=50, attn_config=attention)
     MptForCausalLM(config).save_pretrained(tmp_path / "clipped")
     name = f"hf:{tmp_path / 'clipped'}"
-    assert open_subject(name).settings == {"engine": "hf"}
+    assert resolve_model(name).settings == {"engine": "hf"}
     with pytest.raises(ConfigError, match=r"native: cannot compute .*attn_config.clip_qkv"):
-        open_subject(name, Choices(engine="native"))
+        resolve_model(name, EvalOptions(engine="native"))

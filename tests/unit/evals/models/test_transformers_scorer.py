@@ -28,9 +28,9 @@ from transformers import (
 )
 
 from alibi_lm.evals.config import PerplexityConfig
-from alibi_lm.evals.models.base import Choices
-from alibi_lm.evals.models.resolve import open_subject
-from alibi_lm.evals.models.transformers_scorer import StockScorer
+from alibi_lm.evals.models.base import EvalOptions
+from alibi_lm.evals.models.resolve import resolve_model
+from alibi_lm.evals.models.transformers_scorer import TransformersScorer
 from alibi_lm.evals.perplexity.protocols import target_losses
 from alibi_lm.evals.perplexity.windows import non_overlapping_windows
 from alibi_lm.evals.results import chosen_lengths
@@ -86,7 +86,7 @@ def test_losses_in_pieces_and_in_parts_of_a_batch_are_those_of_one_pass(name: st
     cases: list[dict[str, Any]] = [{}, {"logits_at_once": 2 * 40 * 61}, {"logits_at_once": 7 * 61},
                                    {"scores_at_once": 5 * 4 * 40}]  # fmt: skip
     for limits in cases:
-        found = StockScorer(model, None, **limits).token_losses(tokens)
+        found = TransformersScorer(model, None, **limits).token_losses(tokens)
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
@@ -94,9 +94,9 @@ def test_losses_in_pieces_and_in_parts_of_a_batch_are_those_of_one_pass(name: st
 def test_answers_are_those_of_whole_passes(name: str) -> None:
     model = model_of(name)
     prompts, candidates = tokens_of(3, 29), tokens_of(3, 5, 4)
-    found = StockScorer(model, None, logits_at_once=7 * 61, scores_at_once=3 * 4 * 29 * 5).answers(
-        prompts, candidates, 6
-    )
+    found = TransformersScorer(
+        model, None, logits_at_once=7 * 61, scores_at_once=3 * 4 * 29 * 5
+    ).answers(prompts, candidates, 6)
     for index in range(5):
         joined = torch.cat([prompts, candidates[:, index]], dim=1)
         logs = whole(model, joined)[:, 28:-1]
@@ -106,7 +106,7 @@ def test_answers_are_those_of_whole_passes(name: str) -> None:
     for _ in range(6):
         text = torch.cat([text, whole(model, text)[:, -1].argmax(-1, keepdim=True)], dim=1)
     assert torch.equal(found.generated, text[:, 29:])
-    assert StockScorer(model, None).generate(prompts[1].tolist(), 6) == text[1, 29:].tolist()
+    assert TransformersScorer(model, None).generate(prompts[1].tolist(), 6) == text[1, 29:].tolist()
 
 
 def test_logits_and_scores_of_a_long_input_are_never_held_whole() -> None:
@@ -121,7 +121,7 @@ def test_logits_and_scores_of_a_long_input_are_never_held_whole() -> None:
 
     model.forward = watched
     limits = {"logits_at_once": 200 * 61, "scores_at_once": 100 * 4 * 2000}
-    losses = StockScorer(model, None, None, **limits).token_losses(tokens_of(1, 2001))
+    losses = TransformersScorer(model, None, None, **limits).token_losses(tokens_of(1, 2001))
     assert losses.shape == (1, 2000)
     assert max(logits for logits, _ in seen) <= 200 * 61
     assert max(queries for _, queries in seen) <= 100
@@ -137,9 +137,9 @@ def test_a_class_whose_cache_does_not_work_is_given_whole_inputs() -> None:
         return forward(*args, **kwargs)
 
     tokens = tokens_of(2, 31)
-    wanted = StockScorer(model, None).token_losses(tokens)
+    wanted = TransformersScorer(model, None).token_losses(tokens)
     model.forward = forgetful
-    found = StockScorer(model, None, logits_at_once=61).token_losses(tokens)
+    found = TransformersScorer(model, None, logits_at_once=61).token_losses(tokens)
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
@@ -148,7 +148,7 @@ def test_mpt_takes_more_than_its_max_seq_len() -> None:
     assert model.config.max_seq_len == 16
     with pytest.raises(RuntimeError):
         model(input_ids=tokens_of(1, 40))
-    assert StockScorer(model, None).token_losses(tokens_of(1, 41)).isfinite().all()
+    assert TransformersScorer(model, None).token_losses(tokens_of(1, 41)).isfinite().all()
 
 
 def test_real_limits_are_found_and_overlong_input_is_refused(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_real_limits_are_found_and_overlong_input_is_refused(tmp_path: Path) -> 
         AutoModelForCausalLM.from_config(config).save_pretrained(folder)
         stock = StockFolder(folder)
         assert stock.longest_input == (64 if name in limits else None), name
-        scorer = StockScorer(stock.load(torch.float32), stock.longest_input)
+        scorer = TransformersScorer(stock.load(torch.float32), stock.longest_input)
         if name in limits:
             scorer.token_losses(tokens_of(1, 65))  # 64 inputs
             with pytest.raises(ConfigError, match="length = 65: .* has 64 positions"):
@@ -173,15 +173,15 @@ def test_real_limits_are_found_and_overlong_input_is_refused(tmp_path: Path) -> 
                 scorer.answers(tokens_of(1, 60), tokens_of(1, 2, 3), 5)
         else:
             scorer.token_losses(tokens_of(1, 200))
-    subject = open_subject(f"hf:{tmp_path / 'gpt2'}", Choices(training_length=32))
-    assert chosen_lengths(subject, PerplexityConfig()) == [16, 32, 64]
+    eval_model = resolve_model(f"hf:{tmp_path / 'gpt2'}", EvalOptions(training_length=32))
+    assert chosen_lengths(eval_model, PerplexityConfig()) == [16, 32, 64]
     with pytest.raises(ConfigError, match="lengths = 128: the model has 64 positions"):
-        chosen_lengths(subject, PerplexityConfig(lengths=[64, 128]))
+        chosen_lengths(eval_model, PerplexityConfig(lengths=[64, 128]))
 
 
 def test_a_token_that_the_model_does_not_have_is_refused() -> None:
     with pytest.raises(DataError, match="has a token id outside 0 to 60"):
-        StockScorer(model_of("llama"), None).token_losses(torch.tensor([[1, 61, 2]]))
+        TransformersScorer(model_of("llama"), None).token_losses(torch.tensor([[1, 61, 2]]))
 
 
 BY_LENGTH: dict[str, Any] = {
@@ -209,27 +209,27 @@ def test_frequencies_that_go_by_the_length_are_those_of_each_input_alone(kind: s
                 parameter.mul_(6)
         return model.eval()
 
-    def alone(tokens: Tensor) -> Tensor:
+    def exclusive_lock(tokens: Tensor) -> Tensor:
         logs = whole(fresh(), tokens[:, :-1])
         return F.nll_loss(logs.transpose(1, 2), tokens[:, 1:], reduction="none")
 
-    scorer = StockScorer(fresh(), None, scores_at_once=5 * 4 * 40)
+    scorer = TransformersScorer(fresh(), None, scores_at_once=5 * 4 * 40)
     for length in (40, 60, 24, 9, 33):
         tokens = tokens_of(1, length + 1)
         found = scorer.token_losses(tokens)
-        torch.testing.assert_close(found, alone(tokens), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(found, exclusive_lock(tokens), rtol=1e-4, atol=1e-4)
     documents = [tokens_of(1, n)[0].numpy() for n in (61, 45, 70)]
     losses = target_losses(scorer, documents, non_overlapping_windows(documents, 40), 10_000)
     for document, own in zip(documents, losses, strict=True):
         parts = [torch.from_numpy(document[s : s + 41])[None] for s in (0, 40)]
-        wanted = torch.cat([alone(part)[0] for part in parts if part.shape[1] > 1])
+        wanted = torch.cat([exclusive_lock(part)[0] for part in parts if part.shape[1] > 1])
         np.testing.assert_allclose(own, wanted, rtol=1e-4, atol=1e-4)
     # The candidates reach past the length at which the frequencies change.
     prompts, candidates = tokens_of(2, 14), tokens_of(2, 2, 5)
     answers = scorer.answers(prompts, candidates, 4)
     for index in range(2):
         joined = torch.cat([prompts, candidates[:, index]], dim=1)
-        wanted = -alone(joined)[:, -5:].sum(1)
+        wanted = -exclusive_lock(joined)[:, -5:].sum(1)
         torch.testing.assert_close(answers.log_likelihoods[:, index], wanted, rtol=1e-4, atol=1e-3)
 
 
@@ -237,9 +237,9 @@ def test_a_class_that_reads_what_it_predicts_is_refused() -> None:
     torch.manual_seed(0)
     config = BertConfig(**SIZES, intermediate_size=48, initializer_range=0.3)
     with pytest.raises(CheckpointError, match="BertLMHeadModel reads the tokens after"):
-        StockScorer(AutoModelForCausalLM.from_config(config), None)
+        TransformersScorer(AutoModelForCausalLM.from_config(config), None)
     config = BertConfig(**SIZES, intermediate_size=48, is_decoder=True)
-    assert StockScorer(AutoModelForCausalLM.from_config(config), None).vocab_size == 61
+    assert TransformersScorer(AutoModelForCausalLM.from_config(config), None).vocab_size == 61
 
 
 def test_a_table_whose_first_rows_are_no_positions_ends_earlier(tmp_path: Path) -> None:
@@ -250,21 +250,21 @@ def test_a_table_whose_first_rows_are_no_positions_ends_earlier(tmp_path: Path) 
     model.save_pretrained(tmp_path)
     folder = StockFolder(tmp_path)
     assert folder.longest_input == 64
-    scorer = StockScorer(folder.load(torch.float32), folder.longest_input)
+    scorer = TransformersScorer(folder.load(torch.float32), folder.longest_input)
     tokens = torch.full((1, 66), 5)
     assert scorer.token_losses(tokens[:, :65]).shape == (1, 64)
     with pytest.raises(ConfigError, match="64 positions"):
         scorer.token_losses(tokens)
     # Where nobody knows the table's size, the class's own failure is told in a line too.
     with pytest.raises(ConfigError, match="no place for so many tokens"):
-        StockScorer(model, None).token_losses(tokens)
+        TransformersScorer(model, None).token_losses(tokens)
 
 
 def test_scores_that_are_no_numbers_are_no_answers() -> None:
     model = model_of("llama")
     with torch.no_grad():
         model.lm_head.weight[7] = float("nan")
-    scorer = StockScorer(model, None)
+    scorer = TransformersScorer(model, None)
     with pytest.raises(CheckpointError, match="not numbers"):
         scorer.answers(tokens_of(2, 9), tokens_of(2, 3, 2), 2)
     with pytest.raises(CheckpointError, match="not numbers"):

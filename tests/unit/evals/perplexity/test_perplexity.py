@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from alibi_lm.evals.config import PerplexityConfig
-from alibi_lm.evals.models.base import NativeSubject
+from alibi_lm.evals.models.base import NativeModel
 from alibi_lm.evals.models.scorer import NativeScorer
 from alibi_lm.evals.perplexity.documents import target_bytes
 from alibi_lm.evals.perplexity.evaluation import run_perplexity
@@ -74,7 +74,7 @@ def test_perplexity_equals_a_plain_computation(tmp_path: Path, batch_tokens: int
     step = fake_step(tmp_path, [write_documents(tmp_path / "v", documents)], length=16)
     step.fake_decoder = decoder()
     config = PerplexityConfig(lengths=[8, 16, 32], batch_tokens=batch_tokens)
-    result = run_perplexity(NativeSubject(step), config)
+    result = run_perplexity(NativeModel(step), config)
     scored = [document for document in documents if len(document) > 32]
     assert result["num_documents"] == len(scored) == 5
     for row in result["rows"]:
@@ -90,7 +90,7 @@ def test_bf16_is_near_fp32(tmp_path: Path) -> None:
     for precision in ("fp32", "bf16"):
         step.fake_decoder = decoder()
         suite = read_suite(None, [f"perplexity.precision={precision}", "perplexity.lengths=[16]"])
-        result = run_perplexity(NativeSubject(step), suite.perplexity)
+        result = run_perplexity(NativeModel(step), suite.perplexity)
         losses.append(result["rows"][0]["loss"])
         assert result["model"]["dtype"] == {"fp32": "float32", "bf16": "bfloat16"}[precision]
     assert losses[0] != losses[1]
@@ -104,7 +104,7 @@ def test_a_uniform_model_has_the_vocabulary_as_perplexity(tmp_path: Path) -> Non
     step = fake_step(tmp_path, [write_documents(tmp_path / "v", documents)], 32)
     step.fake_tokenizer = tokenizer
     uniform = PlantedLosses(lambda t, p: torch.full(t.shape, math.log(VOCAB_SIZE)))
-    result = run_perplexity(NativeSubject(step), PerplexityConfig(lengths=[16, 32, 64]), uniform)
+    result = run_perplexity(NativeModel(step), PerplexityConfig(lengths=[16, 32, 64]), uniform)
     num_bytes = sum(len(t.encode()) - len(tokenizer.decode(d[:1]))
                     for t, d in zip(texts, documents, strict=True))  # fmt: skip
     assert result["num_bytes"] == num_bytes
@@ -125,7 +125,7 @@ def test_a_bigram_model_scores_the_same_at_every_length(tmp_path: Path) -> None:
 
     step = fake_step(tmp_path, [write_documents(tmp_path / "v", documents)], 32)
     result = run_perplexity(
-        NativeSubject(step), PerplexityConfig(lengths=[1, 32, 128]), PlantedLosses(rule)
+        NativeModel(step), PerplexityConfig(lengths=[1, 32, 128]), PlantedLosses(rule)
     )
     wanted = np.mean([table[token].item() for document in documents for token in document[1:]])
     for row in result["rows"]:
@@ -146,7 +146,7 @@ def test_verdicts_on_planted_models(tmp_path: Path, rule: Any, word: str) -> Non
     documents = random_documents([300 + 7 * i for i in range(12)])
     step = fake_step(tmp_path, [write_documents(tmp_path / "v", documents)], 32)
     result = run_perplexity(
-        NativeSubject(step), PerplexityConfig(lengths=[16, 32, 256]), PlantedLosses(rule)
+        NativeModel(step), PerplexityConfig(lengths=[16, 32, 256]), PlantedLosses(rule)
     )
     assert result["verdict"]["word"] == word
     assert "does not show" in result["verdict"]["caveat"]
@@ -158,7 +158,7 @@ def test_verdict_cannot_tell_without_the_training_length_or_from_one_document(
     planted = PlantedLosses(lambda t, p: torch.ones(t.shape))
     step = fake_step(tmp_path, [write_documents(tmp_path / "v", random_documents([300]))], 32)
     for lengths in ([64, 128], [16, 32], [32, 128]):
-        result = run_perplexity(NativeSubject(step), PerplexityConfig(lengths=lengths), planted)
+        result = run_perplexity(NativeModel(step), PerplexityConfig(lengths=lengths), planted)
         assert result["verdict"]["word"] == "cannot tell"
     assert result["rows"][0]["perplexity_interval"] is None
     assert (tmp_path / "run/evals/step_00000007/perplexity.png").read_bytes()[:4] == b"\x89PNG"
@@ -169,13 +169,13 @@ def test_result_names_protocol_corpus_run_step_versions(tmp_path: Path) -> None:
     step = fake_step(tmp_path, [prefix], 32)
     planted = PlantedLosses(lambda t, p: torch.ones(t.shape))
     config = PerplexityConfig(lengths=[32, 64])
-    assert finished(NativeSubject(step), "perplexity", config) is None
-    result = run_perplexity(NativeSubject(step), config, planted)
+    assert finished(NativeModel(step), "perplexity", config) is None
+    result = run_perplexity(NativeModel(step), config, planted)
     text = (step.evals_folder / "perplexity.json").read_text()
     assert (
         json.loads(text)
-        == stored(NativeSubject(step), "perplexity")
-        == finished(NativeSubject(step), "perplexity", config)
+        == stored(NativeModel(step), "perplexity")
+        == finished(NativeModel(step), "perplexity", config)
     )
     assert json.loads(text) == json.loads(json.dumps(result))
     assert result["lengths"] == result["stride"] == [32, 64]
@@ -189,18 +189,18 @@ def test_result_names_protocol_corpus_run_step_versions(tmp_path: Path) -> None:
 def test_finished_asks_for_the_same_settings_corpus_and_step(tmp_path: Path) -> None:
     step = fake_step(tmp_path, [write_documents(tmp_path / "v", random_documents([300, 310]))], 32)
     config = PerplexityConfig(lengths=[32, 64])
-    run_perplexity(NativeSubject(step), config, PlantedLosses(lambda t, p: torch.ones(t.shape)))
-    assert finished(NativeSubject(step), "perplexity", config)
-    assert finished(NativeSubject(step), "perplexity", PerplexityConfig(lengths=[32])) is None
-    assert finished(NativeSubject(step), "needle", config) is None
+    run_perplexity(NativeModel(step), config, PlantedLosses(lambda t, p: torch.ones(t.shape)))
+    assert finished(NativeModel(step), "perplexity", config)
+    assert finished(NativeModel(step), "perplexity", PerplexityConfig(lengths=[32])) is None
+    assert finished(NativeModel(step), "needle", config) is None
     step.digest = "another"
-    assert finished(NativeSubject(step), "perplexity", config) is None
-    assert stored(NativeSubject(step), "perplexity") is None
+    assert finished(NativeModel(step), "perplexity", config) is None
+    assert stored(NativeModel(step), "perplexity") is None
     step.digest = "d1"
     write_documents(tmp_path / "v", random_documents([300, 311]))
-    assert finished(NativeSubject(step), "perplexity", config) is None
+    assert finished(NativeModel(step), "perplexity", config) is None
     (step.evals_folder / "perplexity.json").write_text('{"eval": "perp')
-    assert stored(NativeSubject(step), "perplexity") is None
+    assert stored(NativeModel(step), "perplexity") is None
 
 
 def test_max_tokens_takes_whole_documents(tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ def test_max_tokens_takes_whole_documents(tmp_path: Path) -> None:
     step = fake_step(tmp_path, [write_documents(tmp_path / "v", documents)], 32)
     planted = PlantedLosses(lambda t, p: torch.ones(t.shape))
     result = run_perplexity(
-        NativeSubject(step), PerplexityConfig(lengths=[32], max_tokens=250), planted
+        NativeModel(step), PerplexityConfig(lengths=[32], max_tokens=250), planted
     )
     assert (result["num_documents"], result["num_tokens"]) == (3, 300)
     assert result["corpus"][0]["num_long_documents"] == 20
@@ -218,7 +218,7 @@ def test_no_document_long_enough_is_refused_by_name(tmp_path: Path) -> None:
     prefix = write_documents(tmp_path / "v", random_documents([64, 65, 512]))
     step = fake_step(tmp_path, [prefix], 32)
     with pytest.raises(DataError, match=r"more than 512 tokens.*longest document has 512") as error:
-        run_perplexity(NativeSubject(step), PerplexityConfig(), PlantedLosses(None))
+        run_perplexity(NativeModel(step), PerplexityConfig(), PlantedLosses(None))
     assert str(prefix) in str(error.value)
     assert not step.evals_folder.exists()
 
@@ -226,10 +226,10 @@ def test_no_document_long_enough_is_refused_by_name(tmp_path: Path) -> None:
 def test_empty_corpora_and_none_are_refused(tmp_path: Path) -> None:
     step = fake_step(tmp_path, [write_documents(tmp_path / "v", [])], 32)
     with pytest.raises(DataError, match="longest document has 0"):
-        run_perplexity(NativeSubject(step), PerplexityConfig(), PlantedLosses(None))
+        run_perplexity(NativeModel(step), PerplexityConfig(), PlantedLosses(None))
     with pytest.raises(DataError, match="names no validation corpus"):
         run_perplexity(
-            NativeSubject(fake_step(tmp_path, [], 32)), PerplexityConfig(), PlantedLosses(None)
+            NativeModel(fake_step(tmp_path, [], 32)), PerplexityConfig(), PlantedLosses(None)
         )
 
 
@@ -237,7 +237,7 @@ def test_losses_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     step = fake_step(tmp_path, [write_documents(tmp_path / "v", random_documents([99]))], 32)
     planted = PlantedLosses(lambda t, p: torch.full(t.shape, math.nan))
     with pytest.raises(CheckpointError, match="not finite"):
-        run_perplexity(NativeSubject(step), PerplexityConfig(lengths=[32]), planted)
+        run_perplexity(NativeModel(step), PerplexityConfig(lengths=[32]), planted)
     assert not (step.evals_folder / "perplexity.json").exists()
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from alibi_lm.evals.config import PerplexityConfig
-from alibi_lm.evals.models.base import NativeSubject
+from alibi_lm.evals.models.base import NativeModel
 from alibi_lm.evals.models.scorer import NativeScorer
 from alibi_lm.evals.perplexity.documents import tail_bytes, target_bytes
 from alibi_lm.evals.perplexity.evaluation import run_perplexity
@@ -155,9 +155,9 @@ def run(tmp_path: Path, dtype: torch.dtype = torch.float64, **settings: Any) -> 
     some = [x.tolist() for x in documents()] + [[7, 3] * 20]
     step = fake_step(tmp_path, [write_documents(tmp_path / "v", some)], LENGTH)
     defaults: dict[str, Any] = {"lengths": [LENGTH, 32], "stride": 5, "fixed_targets": 6,
-                                "null_targets": 1000}  # fmt: skip
+                                "truncated_context_targets": 1000}  # fmt: skip
     return run_perplexity(
-        NativeSubject(step),
+        NativeModel(step),
         PerplexityConfig(**defaults | settings),
         NativeScorer(decoder().to(dtype)),
     )
@@ -174,7 +174,7 @@ def test_the_results_rows_are_those_computations(
     def mean(rule: Callable[[int, int], int], some: Any = targets) -> float:
         return float(np.mean([plain(x, rule(len(x), target), target) for x, target in some]))
 
-    rows = {name: result[name]["rows"] for name in ("sliding", "fixed_target", "null")}
+    rows = {name: result[name]["rows"] for name in ("sliding", "fixed_target", "truncated_context")}
     assert result["rows"][0]["loss"] == pytest.approx(mean(tiled), rel=close)
     assert rows["sliding"][0]["loss"] == pytest.approx(mean(slid), rel=close)
     assert rows["sliding"][0]["perplexity"] == pytest.approx(math.exp(mean(slid)), rel=10 * close)
@@ -189,12 +189,12 @@ def test_the_results_rows_are_those_computations(
         return max((target - 1) // 32 * 32, target - LENGTH)
 
     # 1000 is more than there are: the sample is every target.
-    assert result["null"]["num_targets"] == len(targets) == result["num_tokens"]
-    null = rows["null"][1]
-    assert rows["null"][0]["excess"] == 0.0
+    assert result["truncated_context"]["num_targets"] == len(targets) == result["num_tokens"]
+    null = rows["truncated_context"][1]
+    assert rows["truncated_context"][0]["loss_gap"] == 0.0
     assert null["loss"] == pytest.approx(result["rows"][1]["loss"], rel=1e-9)
-    assert null["null_loss"] == pytest.approx(mean(cut), rel=close)
-    assert null["excess"] == pytest.approx(result["rows"][1]["loss"] - mean(cut), abs=10 * close)
+    assert null["truncated_context_loss"] == pytest.approx(mean(cut), rel=close)
+    assert null["loss_gap"] == pytest.approx(result["rows"][1]["loss"] - mean(cut), abs=10 * close)
     by_position = result["by_position"]
     assert [(row["first"], row["last"]) for row in by_position["rows"]] == [
         (1, 1), (2, 3), (4, 7), (8, 15), (16, 31), (32, 32)
@@ -211,7 +211,7 @@ def test_batch_size_changes_nothing(tmp_path: Path) -> None:
     results = [
         run(tmp_path / str(size), torch.float32, batch_tokens=size) for size in (1, 100, 16384)
     ]
-    for name in (None, "sliding", "fixed_target", "null", "by_position"):
+    for name in (None, "sliding", "fixed_target", "truncated_context", "by_position"):
         first, *others = ((r if name is None else r[name])["rows"] for r in results)
         for other in others:
             for row, same in zip(first, other, strict=True):
@@ -219,10 +219,10 @@ def test_batch_size_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_what_is_not_asked_for_is_not_there(tmp_path: Path) -> None:
-    result = run(tmp_path, stride=None, fixed_targets=None, null_targets=None)
-    assert [result[name] for name in ("sliding", "fixed_target", "null")] == [None] * 3
-    beyond = run(tmp_path, null_reach=32)
-    assert beyond["null"] is None
+    result = run(tmp_path, stride=None, fixed_targets=None, truncated_context_targets=None)
+    assert [result[name] for name in ("sliding", "fixed_target", "truncated_context")] == [None] * 3
+    beyond = run(tmp_path, truncated_context_length=32)
+    assert beyond["truncated_context"] is None
 
 
 def test_a_stride_beyond_the_shortest_window_is_refused(tmp_path: Path) -> None:
@@ -241,7 +241,7 @@ def test_bits_per_byte_of_each_protocol(tmp_path: Path) -> None:
     step.fake_tokenizer = tokenizer
     ones = PlantedLosses(lambda t, p: torch.full(t.shape, math.log(2)))
     config = PerplexityConfig(lengths=[16, 32], stride=4, fixed_targets=8)
-    result = run_perplexity(NativeSubject(step), config, ones)
+    result = run_perplexity(NativeModel(step), config, ones)
     scored = [x for x in some if len(x) > 32]
     whole = sum(len(tokenizer.decode(x[1:]).encode()) for x in scored)
     tail = sum(len(tokenizer.decode(x[-8:]).encode()) for x in scored)
@@ -287,14 +287,14 @@ def test_a_document_of_131072_tokens_goes_through_every_protocol(tmp_path: Path)
     config = ModelConfig(num_layers=1, hidden_size=16, num_heads=2, vocab_size=50)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     result = run_perplexity(
-        NativeSubject(step),
+        NativeModel(step),
         PerplexityConfig(lengths=[1024, length - 1], stride=1024, fixed_targets=256),
         NativeScorer(Decoder(config)),
     )
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown < 2 * 2**20, f"{grown / 2**20:.2f} GiB"
     assert result["num_tokens"] == length - 1
-    assert result["null"]["rows"][1]["num_cut"] > 1900
+    assert result["truncated_context"]["rows"][1]["num_cut"] > 1900
     assert result["sliding"]["rows"][1]["loss"] == pytest.approx(result["rows"][1]["loss"])
     assert result["by_position"]["rows"][-1]["first"] == 65536
 

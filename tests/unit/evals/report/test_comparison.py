@@ -12,7 +12,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from alibi_lm.evals.config import NeedleConfig, PerplexityConfig
-from alibi_lm.evals.models.base import NativeSubject
+from alibi_lm.evals.models.base import NativeModel
 from alibi_lm.evals.perplexity.evaluation import run_perplexity
 from alibi_lm.evals.report.comparison import write_comparison
 from alibi_lm.evals.report.report import slope_rows, write_report
@@ -35,24 +35,24 @@ from tests.unit.evals.evals_fakes import (
 LENGTHS = [64, 128, 512]
 
 
-def subject(folder: Path, documents: int = 6) -> Any:
+def eval_model(folder: Path, documents: int = 6) -> Any:
     folder.mkdir()
     tokenizer = WordTokenizer()
     texts = [[*tokenizer.encode(code_text(seed, 300)), EOS] for seed in range(documents)]
     fake = fake_step(folder, [write_documents(folder / "v", texts)], 128)
     fake.run_folder = folder
     fake.fake_tokenizer = tokenizer
-    return NativeSubject(fake)
+    return NativeModel(fake)
 
 
 def measure(own: Any, level: float, reach: int = 8) -> None:
     planted = PlantedLosses(lambda t, p: level + 0 * t)
-    run_perplexity(own, PerplexityConfig(lengths=LENGTHS, null_targets=50), planted)
+    run_perplexity(own, PerplexityConfig(lengths=LENGTHS, truncated_context_targets=50), planted)
     run_needle(own, NeedleConfig(lengths=[128, 512], num_trials=10), CopyingScorer(context=reach))
 
 
 def test_two_models_stand_on_one_page(tmp_path: Path) -> None:
-    one, two = subject(tmp_path / "one"), subject(tmp_path / "two")
+    one, two = eval_model(tmp_path / "one"), eval_model(tmp_path / "two")
     measure(one, 2.0)
     measure(two, 3.0)
     page = write_comparison([one, two], tmp_path / "both.html").read_text()
@@ -69,7 +69,7 @@ def test_two_models_stand_on_one_page(tmp_path: Path) -> None:
 
 
 def test_a_model_without_an_eval_is_left_out_of_it(tmp_path: Path) -> None:
-    one, two = subject(tmp_path / "one"), subject(tmp_path / "two")
+    one, two = eval_model(tmp_path / "one"), eval_model(tmp_path / "two")
     with pytest.raises(DataError, match="none of them has been measured"):
         write_comparison([one, two], tmp_path / "both.html")
     measure(one, 2.0)
@@ -79,9 +79,9 @@ def test_a_model_without_an_eval_is_left_out_of_it(tmp_path: Path) -> None:
 
 
 def test_two_steps_of_one_run_have_their_own_names(tmp_path: Path) -> None:
-    one = subject(tmp_path / "run")
+    one = eval_model(tmp_path / "run")
     measure(one, 2.0)
-    other = NativeSubject(copy.copy(one.checkpoint))
+    other = NativeModel(copy.copy(one.checkpoint))
     fake: Any = other.checkpoint
     fake.step = 3
     page = write_comparison([one, other], tmp_path / "both.html").read_text()
@@ -90,7 +90,7 @@ def test_two_steps_of_one_run_have_their_own_names(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
-    one, two = subject(tmp_path / "one"), subject(tmp_path / "two", documents=4)
+    one, two = eval_model(tmp_path / "one"), eval_model(tmp_path / "two", documents=4)
     measure(one, 2.0)
     measure(two, 2.0)
     with pytest.raises(DataError, match="different texts"):
@@ -103,7 +103,7 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_report_writes_its_numbers_as_scalars(tmp_path: Path) -> None:
-    own = subject(tmp_path / "run")
+    own = eval_model(tmp_path / "run")
     write_report(own)
     assert not (own.evals_folder / FOLDER).exists()  # nothing measured
     measure(own, 2.0)
@@ -117,11 +117,11 @@ def test_the_report_writes_its_numbers_as_scalars(tmp_path: Path) -> None:
         assert point.value == pytest.approx(7.389, abs=1e-3)
     (point,) = found.Scalars("eval_needle_ranking/512")
     assert point.value == 1.0
-    assert f"eval_excess/{LENGTHS[-1]}" in found.Tags()["scalars"]
+    assert f"eval_loss_gap/{LENGTHS[-1]}" in found.Tags()["scalars"]
 
 
 def test_learned_slopes_are_those_of_the_weights(tmp_path: Path) -> None:
-    own = subject(tmp_path / "run")
+    own = eval_model(tmp_path / "run")
     config = ModelConfig(num_layers=2, hidden_size=32, num_heads=4, vocab_size=4096,
                          position="alibi_learned")  # fmt: skip
     decoder = Decoder(config)

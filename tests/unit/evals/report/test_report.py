@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from alibi_lm.evals.config import NeedleConfig, PerplexityConfig
-from alibi_lm.evals.models.base import NativeSubject
+from alibi_lm.evals.models.base import NativeModel
 from alibi_lm.evals.perplexity import evaluation
 from alibi_lm.evals.perplexity.evaluation import run_perplexity
 from alibi_lm.evals.report.report import slope_rows, summary_lines, write_report
@@ -37,7 +37,7 @@ from tests.unit.evals.evals_fakes import (
 EXPORT = {
     "checkpoint": {"step": 600, "weights": "d1"},
     "settings": {"format": "mpt", "dtype": "fp32", "tokenizer": True},
-    "proof": {
+    "parity": {
         "tokens": "validation text of prepared/v",
         "tolerance": 1e-4,
         "logits": [
@@ -109,12 +109,12 @@ def test_full_report_stands_alone(step: Any) -> None:
     write_log(step.run_folder)
     planted = PlantedLosses(lambda t, p: 2 + t * 1e-4)
     protocols = PerplexityConfig(lengths=[64, 128, 512], stride=32, fixed_targets=16)
-    run_perplexity(NativeSubject(step), protocols, planted)
+    run_perplexity(NativeModel(step), protocols, planted)
     config = NeedleConfig(lengths=[128, 512], num_trials=10)
-    run_needle(NativeSubject(step), config, CopyingScorer(context=8))
+    run_needle(NativeModel(step), config, CopyingScorer(context=8))
     step.hf_folder.mkdir(parents=True)
     (step.hf_folder / "alibi_lm_export.json").write_text(json.dumps(EXPORT))
-    page = parsed(write_report(NativeSubject(step)))
+    page = parsed(write_report(NativeModel(step)))
     assert page.tags.count("img") == 4
     assert all(re.match(r"data:", reference) for reference in page.references)
     assert "script" not in page.tags
@@ -140,10 +140,10 @@ def test_full_report_stands_alone(step: Any) -> None:
 
 
 def test_empty_report_names_the_commands(step: Any) -> None:
-    text = " ".join(parsed(write_report(NativeSubject(step))).text)
+    text = " ".join(parsed(write_report(NativeModel(step))).text)
     for command in ("alibi-lm eval perplexity", "alibi-lm eval needle", "alibi-lm export"):
         assert f"{command} {step.run_folder}" in text
-    lines = "\n".join(summary_lines(NativeSubject(step)))
+    lines = "\n".join(summary_lines(NativeModel(step)))
     assert f"alibi-lm eval perplexity {step.run_folder}" in lines
     assert "report.html" in lines
 
@@ -151,45 +151,45 @@ def test_empty_report_names_the_commands(step: Any) -> None:
 def test_an_export_is_shown_where_it_is_of_this_step(step: Any) -> None:
     step.hf_folder.mkdir(parents=True)
     (step.hf_folder / "alibi_lm_export.json").write_text(json.dumps(EXPORT))
-    lines = "\n".join(summary_lines(NativeSubject(step)))
+    lines = "\n".join(summary_lines(NativeModel(step)))
     assert "1.5e-05 at 128 tokens, 2.5e-05 at 512 tokens; 64 greedy tokens equal" in lines
     step.digest = "other"
-    assert "export: not made yet: alibi-lm export" in "\n".join(summary_lines(NativeSubject(step)))
+    assert "export: not made yet: alibi-lm export" in "\n".join(summary_lines(NativeModel(step)))
 
 
 def test_results_of_other_weights_are_left_out(step: Any) -> None:
     planted = PlantedLosses(lambda t, p: torch.ones(t.shape))
-    run_perplexity(NativeSubject(step), PerplexityConfig(lengths=[128]), planted)
-    assert "cannot tell" in " ".join(parsed(write_report(NativeSubject(step))).text)
+    run_perplexity(NativeModel(step), PerplexityConfig(lengths=[128]), planted)
+    assert "cannot tell" in " ".join(parsed(write_report(NativeModel(step))).text)
     step.digest = "other"
-    assert "has not been measured" in " ".join(parsed(write_report(NativeSubject(step))).text)
+    assert "has not been measured" in " ".join(parsed(write_report(NativeModel(step))).text)
 
 
 def test_names_are_escaped(step: Any) -> None:
     step.config.data.corpora[0].prefix = "<script>alert(1)</script>"
-    page = parsed(write_report(NativeSubject(step)))
+    page = parsed(write_report(NativeModel(step)))
     assert "script" not in page.tags
 
 
 def test_summary_shows_the_table_and_the_extremes(step: Any) -> None:
     run_perplexity(
-        NativeSubject(step),
+        NativeModel(step),
         PerplexityConfig(lengths=[64, 128, 512]),
         PlantedLosses(lambda t, p: 2 + t * 1e-4),
     )
     run_needle(
-        NativeSubject(step),
+        NativeModel(step),
         NeedleConfig(lengths=[128, 512], num_trials=10),
         CopyingScorer(200, context=8),
     )
-    lines = summary_lines(NativeSubject(step))
+    lines = summary_lines(NativeModel(step))
     table = [line.split() for line in lines if re.match(r"\s+\d+ ", line)]
     assert [row[0] for row in table] == ["64", "128", "512"]
     assert any("best cell   100%" in line for line in lines)
     assert any("worst cell" in line and "length 512" in line for line in lines)
     assert "report: not written yet: alibi-lm report" in lines[-1]
-    write_report(NativeSubject(step))
-    assert summary_lines(NativeSubject(step))[-1] == f"report: {step.evals_folder / 'report.html'}"
+    write_report(NativeModel(step))
+    assert summary_lines(NativeModel(step))[-1] == f"report: {step.evals_folder / 'report.html'}"
 
 
 def test_metrics_are_read_up_to_the_step_and_a_cut_line_is_left_out(tmp_path: Path) -> None:
@@ -211,25 +211,25 @@ def test_metrics_are_read_up_to_the_step_and_a_cut_line_is_left_out(tmp_path: Pa
 
 
 def test_slopes_have_their_horizon(step: Any) -> None:
-    rows = slope_rows(NativeSubject(step))
+    rows = slope_rows(NativeModel(step))
     assert [row["slope"] for row in rows] == [0.25, 0.0625, 0.015625, 0.00390625]
     for row in rows:
-        assert np.exp(-row["slope"] * row["horizon"]) == pytest.approx(1e-3)
+        assert np.exp(-row["slope"] * row["attention_span"]) == pytest.approx(1e-3)
     step.config.model.position = "none"
-    assert slope_rows(NativeSubject(step)) == []
+    assert slope_rows(NativeModel(step)) == []
 
 
 def test_evaluate_skips_what_is_done(
     step: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     scorer = PlantedLosses(lambda t, p: 2 + t * 1e-4)
-    monkeypatch.setattr(NativeSubject, "scorer", lambda *_, **__: scorer)
-    monkeypatch.setattr(NativeSubject, "scorer", lambda *_, **__: scorer)
+    monkeypatch.setattr(NativeModel, "scorer", lambda *_, **__: scorer)
+    monkeypatch.setattr(NativeModel, "scorer", lambda *_, **__: scorer)
     suite = read_suite(None, ["perplexity.lengths=[64,128,512]", "needle.lengths=[128]",
                               "needle.num_trials=2"])  # fmt: skip
     runs: list[tuple[Callable[..., dict[str, Any]], str]] = [
-        (partial(evaluation.evaluate, NativeSubject(step), suite.perplexity), "Perplexity holds"),
-        (partial(needle.evaluate, NativeSubject(step), suite.needle), "best cell"),
+        (partial(evaluation.evaluate, NativeModel(step), suite.perplexity), "Perplexity holds"),
+        (partial(needle.evaluate, NativeModel(step), suite.needle), "best cell"),
     ]
     for evaluate, words in runs:
         first = evaluate()
@@ -252,9 +252,9 @@ def test_every_suite_of_the_repository_loads() -> None:
 
 def test_a_result_of_other_settings_is_kept(step: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     scorer = PlantedLosses(lambda t, p: 2 + t * 1e-4)
-    monkeypatch.setattr(NativeSubject, "scorer", lambda *_, **__: scorer)
+    monkeypatch.setattr(NativeModel, "scorer", lambda *_, **__: scorer)
     for lengths in ([64, 128, 512], [64, 128]):
-        evaluation.evaluate(NativeSubject(step), PerplexityConfig(lengths=lengths))
+        evaluation.evaluate(NativeModel(step), PerplexityConfig(lengths=lengths))
     folder = step.evals_folder
     newest = json.loads((folder / "perplexity.json").read_text())
     (kept,) = folder.glob("perplexity_*.json")

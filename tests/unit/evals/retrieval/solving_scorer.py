@@ -58,7 +58,7 @@ class SolvingScorer:
     """Solves what it can read: the last `reach` tokens, of prompts of at most `longest`."""
 
     vocab_size = VOCAB_SIZE
-    num_replicas = 1
+    dp_size = 1
 
     def __init__(
         self, tokenizer: Any, reach: int | None = None, longest: int | None = None,

@@ -12,7 +12,7 @@ import torch
 
 from alibi_lm.data.indexed import TokenFile
 from alibi_lm.evals.config import NeedleConfig
-from alibi_lm.evals.models.base import NativeSubject
+from alibi_lm.evals.models.base import NativeModel
 from alibi_lm.evals.models.scorer import NativeScorer
 from alibi_lm.evals.results import finished
 from alibi_lm.evals.retrieval.needle import run_needle
@@ -79,7 +79,7 @@ def test_200_prompts(tokenizer: WordTokenizer, prefix: Path) -> None:
             assert len(candidate.tokens) == maker.num_answer_tokens
         assert len({candidate.number for candidate in trial.candidates}) == NUM_CANDIDATES
         position, at_line_end = trial.place(depth)
-        asked = round(depth * trial.room)
+        asked = round(depth * trial.answer_budget)
         assert at_line_end
         line = tokenizer.decode(trial.haystack[position:asked].tolist())
         assert position <= asked
@@ -90,7 +90,7 @@ def test_depths_0_and_1_lie_at_the_ends(tokenizer: WordTokenizer, prefix: Path) 
     trial = maker_of(tokenizer, prefix).trial(1024, 0)
     assert trial.place(0.0) == (0, True)
     position, _ = trial.place(1.0)
-    last_line = tokenizer.decode(trial.haystack[position : trial.room].tolist())
+    last_line = tokenizer.decode(trial.haystack[position : trial.answer_budget].tolist())
     assert "\n" not in last_line[1:-1]
 
 
@@ -133,9 +133,9 @@ def test_without_line_ends_the_needle_is_placed_exactly(tmp_path: Path) -> None:
     tokenizer = WordTokenizer()
     document = tokenizer.encode(code_text(0, 2000).replace("\n", " "))
     trial = maker_of(tokenizer, write_documents(tmp_path / "v", [document])).trial(4096, 0)
-    assert trial.place(0.5) == (round(0.5 * trial.room), False)
+    assert trial.place(0.5) == (round(0.5 * trial.answer_budget), False)
     assert trial.place(0.0) == (0, True)
-    assert trial.place(LARGEST_WALK / trial.room) == (0, True)
+    assert trial.place(LARGEST_WALK / trial.answer_budget) == (0, True)
 
 
 def test_lengths_without_room_or_haystack_are_refused(
@@ -173,7 +173,7 @@ def grid(tmp_path: Path, tokenizer: Any, prefix: Path, scorer: Any, **settings: 
     step = fake_step(tmp_path, [prefix], length=512)
     step.fake_tokenizer = tokenizer
     config = NeedleConfig(**{"lengths": [256, 512, 2048], "num_trials": 20, **settings})
-    return run_needle(NativeSubject(step), config, scorer)
+    return run_needle(NativeModel(step), config, scorer)
 
 
 def test_an_oracle_that_copies_is_right_in_every_cell(
@@ -245,16 +245,16 @@ def test_default_lengths_without_room_are_left_out_with_a_warning(
     step = fake_step(tmp_path, [prefix], length=64)
     step.fake_tokenizer = tokenizer
     config = NeedleConfig(num_trials=1, depths=[0.5])
-    result = run_needle(NativeSubject(step), config, CopyingScorer(context=8))
+    result = run_needle(NativeModel(step), config, CopyingScorer(context=8))
     assert result["lengths"] == [64, 128, 256, 512, 1024]
     assert "needle.lengths = 32" in capsys.readouterr().err
-    assert finished(NativeSubject(step), "needle", config) is not None
+    assert finished(NativeModel(step), "needle", config) is not None
     assert (step.evals_folder / "needle.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_a_run_without_tokenizer_is_refused(tmp_path: Path, prefix: Path) -> None:
     with pytest.raises(DataError, match="no tokenizer"):
-        run_needle(NativeSubject(fake_step(tmp_path, [prefix])), NeedleConfig(), CopyingScorer())
+        run_needle(NativeModel(fake_step(tmp_path, [prefix])), NeedleConfig(), CopyingScorer())
 
 
 def test_native_answers_equal_whole_passes_and_the_generator() -> None:
@@ -279,8 +279,8 @@ def test_native_answers_equal_whole_passes_and_the_generator() -> None:
                     float(wanted), rel=1e-5
                 )
     assert answers.generated.tolist() == generate(decoder, prompts, 6)
-    alone = scorer.answers(prompts[1:2], candidates[1:2], 6)
-    torch.testing.assert_close(alone.log_likelihoods[0], answers.log_likelihoods[1])
+    exclusive_lock = scorer.answers(prompts[1:2], candidates[1:2], 6)
+    torch.testing.assert_close(exclusive_lock.log_likelihoods[0], answers.log_likelihoods[1])
     assert scorer.generate(prompts[1].tolist(), 6) == answers.generated[1].tolist()
 
 

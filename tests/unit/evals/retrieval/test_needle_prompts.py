@@ -10,7 +10,7 @@ import pytest
 
 from alibi_lm.data.indexed import TokenFile
 from alibi_lm.evals.config import NeedleConfig
-from alibi_lm.evals.models.base import NativeSubject
+from alibi_lm.evals.models.base import NativeModel
 from alibi_lm.evals.retrieval.needle import run_needle
 from alibi_lm.evals.retrieval.needle_prompts import NUM_CANDIDATES, PromptMaker
 from alibi_lm.evals.suite import read_suite
@@ -66,7 +66,7 @@ def check(maker: PromptMaker, tokenizer: WordTokenizer, length: int, index: int)
     assert text.count(trial.key) == 2
     assert text.endswith(f"\n# The secret number of {trial.key} is")
     position, at_line_end = trial.place(depth)
-    asked = round(depth * trial.room)
+    asked = round(depth * trial.answer_budget)
     assert at_line_end
     assert position <= asked
     skipped = tokenizer.decode(trial.haystack[position:asked].tolist())
@@ -139,7 +139,7 @@ def test_scores_by_distance_add_up_and_show_a_reach(
     step = fake_step(tmp_path, [Path(corpus.prefix)], length=512)
     step.fake_tokenizer = tokenizer
     config = NeedleConfig(lengths=[256, 512, 2048], num_trials=6, num_distractors=2)
-    result = run_needle(NativeSubject(step), config, CopyingScorer(512, context=8))
+    result = run_needle(NativeModel(step), config, CopyingScorer(512, context=8))
     assert result["num_distractors"] == 2
     rows = result["by_distance"]
     assert sum(row["trials"] for row in rows) == sum(cell["trials"] for cell in result["cells"])

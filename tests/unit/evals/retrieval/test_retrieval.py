@@ -1,4 +1,4 @@
-"""Retrieval tasks put to models whose behaviour is known by construction."""
+"""Retrieval tasks put to models whose behavior is known by construction."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from alibi_lm.evals.config import RetrievalConfig
-from alibi_lm.evals.models.base import NativeSubject
+from alibi_lm.evals.models.base import NativeModel
 from alibi_lm.evals.report.report import summary_lines, write_report
 from alibi_lm.evals.report.tables import retrieval_lines
 from alibi_lm.evals.results import finished
@@ -61,21 +61,21 @@ def qa_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def subject_of(folder: Path, prefix: Path, tokenizer: Any, length: int = LENGTH) -> NativeSubject:
+def subject_of(folder: Path, prefix: Path, tokenizer: Any, length: int = LENGTH) -> NativeModel:
     step = fake_step(folder, [prefix], length=length)
     step.fake_tokenizer = tokenizer
-    return NativeSubject(step)
+    return NativeModel(step)
 
 
 @pytest.fixture(scope="module")
 def oracle_subject(
     tmp_path_factory: pytest.TempPathFactory, prefix: Path, tokenizer: WordTokenizer
-) -> NativeSubject:
+) -> NativeModel:
     return subject_of(tmp_path_factory.mktemp("oracle"), prefix, tokenizer)
 
 
 @pytest.fixture(scope="module")
-def oracle(oracle_subject: NativeSubject, tokenizer: WordTokenizer, qa_file: Path) -> Any:
+def oracle(oracle_subject: NativeModel, tokenizer: WordTokenizer, qa_file: Path) -> Any:
     config = RetrievalConfig(lengths=LENGTHS, qa_files=[str(qa_file)] * 2)
     return run_retrieval(oracle_subject, config, SolvingScorer(tokenizer))
 
@@ -121,7 +121,7 @@ def test_an_oracles_table_is_rulers(oracle: Any) -> None:
         assert row["k_max"] == max(distances) > 0.9 * row["length"]
 
 
-def test_the_report_shows_it(oracle: Any, oracle_subject: NativeSubject) -> None:
+def test_the_report_shows_it(oracle: Any, oracle_subject: NativeModel) -> None:
     class Page(HTMLParser):
         text = ""
 
@@ -207,11 +207,11 @@ def test_a_blind_model_scores_the_closed_book_rate(
 def test_lengths_that_do_not_fit_are_left_out_by_name_or_refused(
     tmp_path: Path, prefix: Path, tokenizer: WordTokenizer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    subject = subject_of(tmp_path, prefix, tokenizer, length=128)
+    eval_model = subject_of(tmp_path, prefix, tokenizer, length=128)
     tasks = ["passkey", "niah_single_2", "cwe"]
     config = RetrievalConfig(tasks=tasks, num_trials=1)
-    result = run_retrieval(subject, config, SolvingScorer(tokenizer))
-    assert finished(subject, "retrieval", config) is not None
+    result = run_retrieval(eval_model, config, SolvingScorer(tokenizer))
+    assert finished(eval_model, "retrieval", config) is not None
     left = {(row["task"], row["length"]) for row in result["left_out"]}
     assert {("niah_single_2", 64), ("niah_single_2", 128), ("cwe", 128)} <= left
     assert {(c["task"], c["length"]) for c in result["cells"]}.isdisjoint(left)
@@ -219,20 +219,20 @@ def test_lengths_that_do_not_fit_are_left_out_by_name_or_refused(
     assert "left out by default: niah_single_2 at 64, 128" in warned
     assert next(row for row in result["table"]["rows"])["average"] is None
     with pytest.raises(ConfigError) as error:
-        run_retrieval(subject, RetrievalConfig(tasks=tasks, lengths=[128, 2048]), None)
+        run_retrieval(eval_model, RetrievalConfig(tasks=tasks, lengths=[128, 2048]), None)
     assert [problem.value for problem in error.value.problems] == [128, 128]
     assert "retrieval.sizes" in str(error.value)
     with pytest.raises(ConfigError, match="the longest haystack corpus"):
-        run_retrieval(subject, RetrievalConfig(tasks=["mqar"], lengths=[10**6]), None)
+        run_retrieval(eval_model, RetrievalConfig(tasks=["mqar"], lengths=[10**6]), None)
 
 
 def test_smaller_sizes_fit_and_are_not_called_rulers(
     tmp_path: Path, prefix: Path, tokenizer: WordTokenizer
 ) -> None:
     suite = read_suite(Path(__file__).parents[4] / "evals" / "retrieval-small.yaml").retrieval
-    subject = subject_of(tmp_path, prefix, tokenizer, length=256)
+    eval_model = subject_of(tmp_path, prefix, tokenizer, length=256)
     suite.num_trials = 2
-    result = run_retrieval(subject, suite, SolvingScorer(tokenizer))
+    result = run_retrieval(eval_model, suite, SolvingScorer(tokenizer))
     assert {row["length"] for row in result["left_out"]} == {128, 256}
     assert {cell["task"] for cell in result["cells"] if cell["length"] == 256} >= {"vt", "cwe"}
     assert all(cell["score"]["rate"] == 1 for cell in result["cells"])
@@ -254,29 +254,29 @@ def test_wrong_settings_are_refused_together(
         "retrieval.tasks", "retrieval.threshold", "retrieval.sizes.mqar_num_queries",
         "retrieval.sizes.fwe_num_words", "retrieval.lengths",
     }  # fmt: skip
-    subject = subject_of(tmp_path, prefix, tokenizer)
+    eval_model = subject_of(tmp_path, prefix, tokenizer)
     with pytest.raises(DataError, match="no such file"):
-        run_retrieval(subject, RetrievalConfig(qa_files=[str(tmp_path / "none")]), None)
-    subject.checkpoint.fake_tokenizer = None  # type: ignore[attr-defined]
+        run_retrieval(eval_model, RetrievalConfig(qa_files=[str(tmp_path / "none")]), None)
+    eval_model.checkpoint.fake_tokenizer = None  # type: ignore[attr-defined]
     with pytest.raises(DataError, match="no tokenizer"):
-        run_retrieval(subject, RetrievalConfig(), None)
+        run_retrieval(eval_model, RetrievalConfig(), None)
 
 
 def test_evaluate_skips_what_is_done_and_reads_a_changed_file_again(
     tmp_path: Path, prefix: Path, tokenizer: WordTokenizer, qa_file: Path,
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(NativeSubject, "scorer", lambda *_, **__: SolvingScorer(tokenizer))
+    monkeypatch.setattr(NativeModel, "scorer", lambda *_, **__: SolvingScorer(tokenizer))
     path = tmp_path / "qa.jsonl"
     path.write_text(qa_file.read_text())
-    subject = subject_of(tmp_path, prefix, tokenizer)
+    eval_model = subject_of(tmp_path, prefix, tokenizer)
     config = RetrievalConfig(tasks=["qa_1"], lengths=[512], num_trials=2, qa_files=[str(path)])
-    first = evaluation.evaluate(subject, config)
+    first = evaluation.evaluate(eval_model, config)
     assert "qa_1" in capsys.readouterr().out
-    assert evaluation.evaluate(subject, config) == json.loads(json.dumps(first))
+    assert evaluation.evaluate(eval_model, config) == json.loads(json.dumps(first))
     assert "done before" in capsys.readouterr().out
     path.write_text(qa_file.read_text().replace("tea", "milk"))
-    evaluation.evaluate(subject, config)
+    evaluation.evaluate(eval_model, config)
     assert "done before" not in capsys.readouterr().out
 
 

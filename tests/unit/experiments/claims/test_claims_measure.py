@@ -67,7 +67,7 @@ def plain_loss(model: Decoder, documents: list[np.ndarray], length: int) -> floa
 @pytest.mark.parametrize("position", ["alibi", "sinusoidal"])
 def test_losses_equal_plain_torch(tmp_path: Path, position: Position) -> None:
     step = Step(tmp_path, position)
-    found = measure_text(step, GroupConfig(lengths=LENGTHS, null_targets=10_000))  # type: ignore[arg-type]
+    found = measure_text(step, GroupConfig(lengths=LENGTHS, truncated_context_targets=10_000))  # type: ignore[arg-type]
     long = step.documents[:3]  # the last has no more tokens than the longest length
     assert found["num_documents"] == 3
     assert found["num_targets"] == sum(len(document) - 1 for document in long)
@@ -82,14 +82,14 @@ def test_losses_equal_plain_torch(tmp_path: Path, position: Position) -> None:
             expected = plain_loss(hard, long, length)
             assert found["windowed"][str(length)] == pytest.approx(expected, rel=1e-5)
             assert abs(found["windowed"][str(length)] - found["losses"][str(length)]) > 1e-4
-    assert found["excess"][str(TRAINED)] == 0.0
-    assert found["excess"]["128"] != 0.0
+    assert found["loss_gap"][str(TRAINED)] == 0.0
+    assert found["loss_gap"]["128"] != 0.0
 
 
 @torch.no_grad()
 def test_the_excess_is_the_loss_less_that_of_the_cut_input(tmp_path: Path) -> None:
     step = Step(tmp_path, "alibi")
-    found = measure_text(step, GroupConfig(lengths=[32, 128], null_targets=10_000))  # type: ignore[arg-type]
+    found = measure_text(step, GroupConfig(lengths=[32, 128], truncated_context_targets=10_000))  # type: ignore[arg-type]
     model, differences = decoder("alibi"), []
     for document in step.documents[:3]:
         tokens = torch.from_numpy(document.astype(np.int64))
@@ -100,7 +100,7 @@ def test_the_excess_is_the_loss_less_that_of_the_cut_input(tmp_path: Path) -> No
                 logits = model(tokens[None, target - size : target])[0, -1].double()
                 pair.append(float(F.cross_entropy(logits, tokens[target])))
             differences.append(pair[0] - pair[1])
-    assert found["excess"]["128"] == pytest.approx(np.mean(differences), abs=1e-5)
+    assert found["loss_gap"]["128"] == pytest.approx(np.mean(differences), abs=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ NOISE = (-0.001, 0.0, 0.001)
 def text_run(losses: list[float], noise: float, **more: Any) -> dict[str, Any]:
     values = {str(n): loss + noise for n, loss in zip(LENGTHS, losses, strict=True)}
     shift = {"1": 0.0, "128": 0.0, "1000": 0.0}
-    return {"losses": values, "shift": shift, "excess": dict.fromkeys(values, 0.0), **more}
+    return {"losses": values, "shift": shift, "loss_gap": dict.fromkeys(values, 0.0), **more}
 
 
 def recall_cells(within: int, beyond: int) -> list[dict[str, int]]:
@@ -72,8 +72,8 @@ def as_published() -> Evidence:
         ]
         lengths["recall", name] = 128
     for name, rate in (("nope", 0.5), ("alibi", 0.2)):
-        runs["generalisation", name] = [reasoning(0.99, rate + noise) for noise in NOISE]
-        lengths["generalisation", name] = 128
+        runs["generalization", name] = [reasoning(0.99, rate + noise) for noise in NOISE]
+        lengths["generalization", name] = 128
     return Evidence(runs, costs(1.0), lengths)
 
 
@@ -100,14 +100,14 @@ def contradicted() -> Evidence:
         found.runs["text", name] = [text_run(curve, noise) for noise in NOISE]
     for run in found.runs["text", "alibi"]:
         run["windowed"] = {n: loss + 0.5 for n, loss in run["losses"].items()}
-        run["excess"] = dict.fromkeys(run["losses"], -0.2)
+        run["loss_gap"] = dict.fromkeys(run["losses"], -0.2)
         run["shift"] = {"1": 0.3}
     for seed, run in enumerate(found.runs["recall", "alibi"]):
         run["variants"] = {"plain": recall_cells(80, 80 + seed), "linear": recall_cells(80, 20),
                            "ntk": recall_cells(80, 30)}  # fmt: skip
     for run in found.runs["recall", "nope"]:
         run["variants"]["plain"] = recall_cells(70, 20)
-    found.runs["generalisation", "nope"] = [reasoning(0.9, 0.1 + noise) for noise in NOISE]
+    found.runs["generalization", "nope"] = [reasoning(0.9, 0.1 + noise) for noise in NOISE]
     found.cost = costs(1.2)
     found.cost["seconds"]["t5"] = {n: [x / 3 for x in own]
                                    for n, own in found.cost["seconds"]["t5"].items()}  # fmt: skip
@@ -144,7 +144,7 @@ def test_noise_larger_than_the_effect_cannot_tell(key: str) -> None:
         for seed, run in enumerate(runs):
             swing = (-6.0, 6.5, 0.0)[seed]
             if group == "text":
-                for table in ("losses", "windowed", "excess"):
+                for table in ("losses", "windowed", "loss_gap"):
                     own = run.get(table, {})
                     for n in own:
                         own[n] += swing * float(generator.normal())
@@ -183,7 +183,7 @@ def test_a_model_that_retrieves_nowhere_settles_nothing_beyond() -> None:
 
 def test_problems_that_nobody_learnt_settle_nothing() -> None:
     evidence = as_published()
-    evidence.runs["generalisation", "alibi"] = [reasoning(0.3, 0.0) for _ in NOISE]
+    evidence.runs["generalization", "alibi"] = [reasoning(0.3, 0.0) for _ in NOISE]
     found = finding("nope-reasoning", evidence)
     assert found.verdict == "not tested here"
     assert "copy 30%" in found.text
@@ -208,7 +208,7 @@ def test_whether_recall_is_learnt_needs_an_interval_too(
 def test_two_models_on_the_floor_are_not_compared() -> None:
     evidence = as_published()
     for name in ("nope", "alibi"):
-        evidence.runs["generalisation", name] = [reasoning(0.9, 0.0) for _ in NOISE]
+        evidence.runs["generalization", name] = [reasoning(0.9, 0.0) for _ in NOISE]
     assert finding("nope-reasoning", evidence).verdict == "cannot tell at this scale"
 
 

@@ -1,4 +1,4 @@
-"""Exports with our own modelling file, loaded the way a stranger would load them."""
+"""Exports with our own modeling file, loaded the way a stranger would load them."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from tests.unit.hf.small_step import LENGTH, add_tokenizer, write_step
 STOCK = {"position": "alibi", "num_heads": 6}
 MODELS: list[dict[str, Any]] = [
     {"position": "alibi", "window": 9, "num_heads": 12, "num_kv_heads": 4},
-    {"position": "rotary", "shape": "bloom"},
+    {"position": "rotary", "architecture": "bloom"},
     {"position": "t5", "tied_embeddings": False, "window": 40},
-    {"position": "sinusoidal", "shape": "bloom", "tied_embeddings": False},
+    {"position": "sinusoidal", "architecture": "bloom", "tied_embeddings": False},
     {"position": "learned", "max_positions": 5 * LENGTH},
     {"position": "none", "num_kv_heads": 1},
     STOCK,
@@ -48,7 +48,7 @@ def test_the_same_logits_and_tokens(model: dict[str, Any], tmp_path: Path) -> No
         with pytest.raises(ConfigError, match="--with-code"):
             export(step, tmp_path / "out")
     facts = export(step, tmp_path / "out", with_code=True)
-    assert [row["length"] for row in facts["proof"]["logits"]] == [LENGTH, 4 * LENGTH]
+    assert [row["length"] for row in facts["parity"]["logits"]] == [LENGTH, 4 * LENGTH]
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
     decoder = step.decoder()
     tokens = torch.randint(307, (2, 4 * LENGTH), generator=torch.Generator().manual_seed(5))
@@ -66,7 +66,7 @@ def test_nobody_is_asked_whether_our_own_file_may_be_run(
     add_tokenizer(step, tmp_path)
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
     facts = export(step, tmp_path / "out", with_code=True)
-    assert facts["proof"]["tokenizer"]
+    assert facts["parity"]["tokenizer"]
     assert capsys.readouterr().out.count("\n") == 1
     card = (tmp_path / "out" / "README.md").read_text()
     assert '("PATH_OF_THIS_FOLDER", trust_remote_code=True)' in card, "for the tokenizer too"
@@ -94,7 +94,7 @@ def test_the_folder_needs_nothing_of_this_package(tmp_path: Path) -> None:
 def test_a_wrong_config_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     step = write_step(tmp_path / "run", {"num_heads": 8, "window": 9})
     right = custom_code.CODE
-    wrong = custom_code.Layout("alibi_lm", "AlibiLmForCausalLM", right.tensors,
+    wrong = custom_code.ExportSpec("alibi_lm", "AlibiLmForCausalLM", right.tensors,
                         lambda *a: right.config(*a) | {"window": 8})  # fmt: skip
     monkeypatch.setattr(export_module, "CODE", wrong)
     with pytest.raises(CheckpointError, match="out: logits differ by"):
@@ -107,7 +107,7 @@ def test_a_wrong_config_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ({"position": "alibi_learned"}, "model.position = alibi_learned: the modelling file has"),
+        ({"position": "alibi_learned"}, "model.position = alibi_learned: the modeling file has"),
         ({"scaling": {"kind": "linear", "factor": 2}}, "model.scaling.kind = linear: the model"),
     ],
 )
@@ -126,13 +126,13 @@ def test_where_memory_is_short_bits_are_compared_and_the_card_says_so(
 ) -> None:
     step = write_step(tmp_path / "run", {"num_heads": 8, "window": 9})
     with pytest.raises(ConfigError, match="proof = layers: takes a stock class apart"):
-        export(step, tmp_path / "out", with_code=True, proof="layers")
+        export(step, tmp_path / "out", with_code=True, parity="blockwise")
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1 << 20))
     facts = export(step, tmp_path / "out", with_code=True)
-    assert facts["proof"]["kind"] == "weights"
+    assert facts["parity"]["kind"] == "weights"
     assert "logits are not" in capsys.readouterr().err
     assert "logits were **not** compared" in (tmp_path / "out" / "README.md").read_text()
     stock = write_step(tmp_path / "other", {"num_heads": 8})
     facts = export(stock, tmp_path / "stock")
-    assert facts["proof"]["kind"] == "layers", "the default of the stock classes"
-    assert (len(facts["proof"]["logits"]), facts["proof"]["greedy_tokens_equal"]) == (2, 4)
+    assert facts["parity"]["kind"] == "blockwise", "the default of the stock classes"
+    assert (len(facts["parity"]["logits"]), facts["parity"]["greedy_tokens_equal"]) == (2, 4)

@@ -17,7 +17,7 @@ from alibi_lm.checkpoint.folder import read_meta, write_meta
 from alibi_lm.checkpoint.fragments import fragment_key
 from alibi_lm.checkpoint.step import Step, open_run
 from alibi_lm.hf.exporting.exporter import export
-from alibi_lm.parallel.shard import Run
+from alibi_lm.parallel.shard import StridedSlice
 from alibi_lm.utils.files import sha256
 from tests.unit.hf.small_step import write_step
 
@@ -58,10 +58,10 @@ print(json.dumps({"peak": peak - start}))
 """
 
 
-def measured(first: Path, out: Path, proof: str, what: str) -> int:
+def measured(first: Path, out: Path, parity: str, what: str) -> int:
     """Bytes of anonymous memory that it took at its peak, beyond what was there before."""
     done = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(first), str(out), proof, what],
+        [sys.executable, "-c", MEASURE, str(first), str(out), parity, what],
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     return int(json.loads(done.stdout.splitlines()[-1])["peak"])
@@ -71,14 +71,15 @@ def measured(first: Path, out: Path, proof: str, what: str) -> int:
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is measured by /proc")
 @pytest.mark.parametrize("shape", ["mpt", "bloom"])
 def test_memory_is_that_of_a_block(shape: str, tmp_path: Path) -> None:
-    model: dict[str, Any] = {"shape": shape, "num_heads": 8, "num_layers": 48, "hidden_size": 384,
+    model: dict[str, Any] = {"architecture": shape, "num_heads": 8, "num_layers": 48,
+                             "hidden_size": 384,
                              "initializer_range": 0.02}  # fmt: skip
     step = write_step(tmp_path / "run", model)
     num_bytes = 4 * sum(tensor.numel() for tensor in step.weights().values())
     peaks = {
-        "export": measured(tmp_path / "run", tmp_path / "out", "layers", "export"),
+        "export": measured(tmp_path / "run", tmp_path / "out", "blockwise", "export"),
         "weights": measured(tmp_path / "run", tmp_path / "bits", "weights", "export"),
-        "import": measured(tmp_path / "out", tmp_path / "again", "layers", "import"),
+        "import": measured(tmp_path / "out", tmp_path / "again", "blockwise", "import"),
     }
     print(f"{shape}: {num_bytes / 2**20:.0f} MiB of weights,", {
         name: f"{peak / 2**20:.0f} MiB" for name, peak in peaks.items()})  # fmt: skip
@@ -95,7 +96,7 @@ def split_by_columns(step: Step, folder: Path) -> Step:
             continue
         half = tensor.shape[1] // 2
         for rank, part in enumerate(tensor.split(half, 1)):
-            where = Run(rank * half, part.numel(), half, tensor.shape[1])
+            where = StridedSlice(rank * half, part.numel(), half, tensor.shape[1])
             shards[rank][fragment_key(name, "param", where)] = part.flatten().clone()
     folder.mkdir(parents=True)
     for name, facts in meta["files"].items():
@@ -117,7 +118,7 @@ def split_by_columns(step: Step, folder: Path) -> Step:
 def test_a_checkpoint_in_any_layout_gives_the_same_folder(
     shape: str, kv_heads: int | None, tmp_path: Path
 ) -> None:
-    model = {"shape": shape, "num_heads": 12, "num_kv_heads": kv_heads}
+    model = {"architecture": shape, "num_heads": 12, "num_kv_heads": kv_heads}
     first = write_step(tmp_path / "a/run", model)
     place = "run/checkpoints/step_00000007"
     second = split_by_columns(first, tmp_path / "b" / place)
@@ -126,7 +127,7 @@ def test_a_checkpoint_in_any_layout_gives_the_same_folder(
     assert len({step.digest for step in (first, second, third)}) == 3
     folders = []
     for number, step in enumerate((first, second, third)):
-        export(step, tmp_path / f"out_{number}", proof="layers" if number else "logits",
+        export(step, tmp_path / f"out_{number}", parity="blockwise" if number else "logits",
                shard_bytes=60_000)  # fmt: skip
         folders.append({
             path.name: path.read_bytes() for path in (tmp_path / f"out_{number}").iterdir()
@@ -141,6 +142,6 @@ def test_a_checkpoint_in_any_layout_gives_the_same_folder(
 
 def test_the_card_says_that_only_the_weights_were_checked(tmp_path: Path) -> None:
     step = write_step(tmp_path / "run", {"num_heads": 8})
-    facts = export(step, tmp_path / "out", proof="weights")
-    assert facts["proof"] == {"kind": "weights", "tensors_equal": 14, "logits": []}
+    facts = export(step, tmp_path / "out", parity="weights")
+    assert facts["parity"] == {"kind": "weights", "tensors_equal": 14, "logits": []}
     assert "logits were **not** compared" in (tmp_path / "out" / "README.md").read_text()

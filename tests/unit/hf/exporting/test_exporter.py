@@ -39,7 +39,12 @@ def names(folder: Path) -> list[str]:
 def test_stock_class_agrees(
     shape: str, heads: int, kv_heads: int | None, tied: bool, tmp_path: Path
 ) -> None:
-    model = {"shape": shape, "num_heads": heads, "num_kv_heads": kv_heads, "tied_embeddings": tied}
+    model = {
+        "architecture": shape,
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "tied_embeddings": tied,
+    }
     step = write_step(tmp_path / "run", model)
     out = tmp_path / "out"
     facts = export(step, out)
@@ -52,7 +57,7 @@ def test_stock_class_agrees(
         for length in (LENGTH, 4 * LENGTH):
             difference = (decoder(tokens[:, :length]) - loaded(tokens[:, :length]).logits).abs()
             assert float(difference.max()) <= 1e-4
-    assert [row["max_difference"] <= 1e-4 for row in facts["proof"]["logits"]] == [True, True]
+    assert [row["max_difference"] <= 1e-4 for row in facts["parity"]["logits"]] == [True, True]
     prompts = tokens[:, :9]
     ours = generate(decoder, prompts, 64)
     theirs = loaded.generate(prompts, max_new_tokens=64, do_sample=False)[:, 9:]
@@ -90,8 +95,8 @@ def test_folder_stands_alone_with_tokenizer_and_card(
                           "model.safetensors", "tokenizer.json", "tokenizer.model",
                           "tokenizer_config.json"]  # fmt: skip
     assert json.loads((out / FACTS).read_text()) == facts
-    assert facts["proof"]["tokens"].startswith("validation text")
-    assert facts["proof"]["tokenizer"]["documents_equal"] == 2
+    assert facts["parity"]["tokens"].startswith("validation text")
+    assert facts["parity"]["tokenizer"]["documents_equal"] == 2
     assert {oct(path.stat().st_mode) for path in out.iterdir()} == {
         oct((out / FACTS).stat().st_mode)
     }
@@ -214,7 +219,7 @@ def test_a_wrong_mapping_leaves_nothing(
     mistake: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step = write_step(tmp_path / "run", {"num_heads": 8})
-    wrong = mpt.Layout("mpt", "MptForCausalLM", mistake(mpt.MPT.tensors), mpt.MPT.config)
+    wrong = mpt.ExportSpec("mpt", "MptForCausalLM", mistake(mpt.MPT.tensors), mpt.MPT.config)
     monkeypatch.setitem(export_module.LAYOUTS, "mpt", wrong)
     with pytest.raises(CheckpointError, match=r"deep/out: .*(differ|loads it with)") as caught:
         export(step, tmp_path / "deep" / "out")
@@ -253,7 +258,7 @@ def test_a_wrong_tokenizer_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         export(step, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     facts = export(step, tmp_path / "out", tokenizer=False)
-    assert "tokenizer" not in facts["proof"]
+    assert "tokenizer" not in facts["parity"]
     assert not (tmp_path / "out" / "tokenizer.json").exists()
 
 
@@ -307,8 +312,12 @@ def test_what_a_killed_export_left_is_taken_away(tmp_path: Path) -> None:
             "model.scaling.kind = linear: MptForCausalLM has no scaling of positions",
         ),
         ({"position": "none", "window": 9}, None, "model.window = 9: MptForCausalLM has no slid"),
-        ({}, "bloom", "model.shape = mpt: does not fit BloomForCausalLM"),
-        ({"shape": "bloom"}, "mpt", "model.shape = bloom: does not fit MptForCausalLM"),
+        ({}, "bloom", "model.architecture = mpt: does not fit BloomForCausalLM"),
+        (
+            {"architecture": "bloom"},
+            "mpt",
+            "model.architecture = bloom: does not fit MptForCausalLM",
+        ),
         ({}, "llama", "format = llama: is not one of mpt, bloom"),
     ],
 )
@@ -357,7 +366,7 @@ def test_an_export_that_lost_a_file_is_not_called_made(tmp_path: Path) -> None:
 @pytest.mark.parametrize("shape", ["mpt", "bloom"])
 def test_exact_comparison_is_exact(shape: str, tmp_path: Path) -> None:
     """What decides where fp32 rounding exceeds the tolerance: far below it, at great lengths."""
-    model = {"num_heads": 12, "shape": shape, "num_layers": 1}
+    model = {"num_heads": 12, "architecture": shape, "num_layers": 1}
     step = write_step(tmp_path / "run", model)
     export(step, tmp_path / "out")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")

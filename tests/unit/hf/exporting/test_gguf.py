@@ -44,7 +44,7 @@ def test_the_folder_is_what_the_converter_takes(tmp_path: Path) -> None:
     step = write_step(tmp_path / "run", {"num_heads": 12})
     add_tokenizer(step, tmp_path)
     out = tmp_path / "out"
-    export(step, out, proof="weights", shard_bytes=60_000)
+    export(step, out, parity="weights", shard_bytes=60_000)
     # It reads the config by AutoConfig, and chooses by the first of architectures.
     config = AutoConfig.from_pretrained(out, trust_remote_code=False).to_dict()
     assert config["architectures"] == ["MPTForCausalLM"]
@@ -152,15 +152,15 @@ def test_llama_cpp_gives_our_tokens_and_perplexity(trained: Step) -> None:
 @real
 def test_what_the_converter_cannot_take_it_refuses(tmp_path: Path) -> None:
     """As the docs say: it knows no tokenizer of ours but a sentencepiece one in MPT's layout."""
-    bloom = write_step(tmp_path / "bloom", {"num_heads": 8, "shape": "bloom"})
+    bloom = write_step(tmp_path / "bloom", {"num_heads": 8, "architecture": "bloom"})
     (tmp_path / "pieces").mkdir()
     add_tokenizer(bloom, tmp_path / "pieces")
-    export(bloom, tmp_path / "bloom_out", proof="weights")
+    export(bloom, tmp_path / "bloom_out", parity="weights")
     done = convert(tmp_path / "bloom_out")
     assert done.returncode != 0
     assert "BPE pre-tokenizer was not recognized" in done.stderr
     without = write_step(tmp_path / "without", {"num_heads": 8})
-    export(without, tmp_path / "without_out", proof="weights")
+    export(without, tmp_path / "without_out", parity="weights")
     done = convert(tmp_path / "without_out")
     assert done.returncode != 0
     assert "tokenizer.model" in done.stderr

@@ -20,7 +20,7 @@ from alibi_lm.hf.manifest import FACTS
 from tests.unit.hf.small_step import add_tokenizer, write_step
 
 
-class Hub(ThreadingHTTPServer):
+class HeartbeatServer(ThreadingHTTPServer):
     """A hub with one user; its repositories are kept in memory."""
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Hub(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server: Hub
+    server: HeartbeatServer
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
@@ -100,8 +100,8 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
-    server = Hub()
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HeartbeatServer]:
+    server = HeartbeatServer()
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     monkeypatch.setattr(constants, "ENDPOINT", server.address)
@@ -133,12 +133,12 @@ def refused(result: Result, *parts: str) -> None:
         assert part in lines[0]
 
 
-def test_what_is_pushed_is_the_proven_folder(run: Path, hub: Hub) -> None:
-    assert export(run, "--proof", "weights").exit_code == 0
+def test_what_is_pushed_is_the_proven_folder(run: Path, hub: HeartbeatServer) -> None:
+    assert export(run, "--parity", "weights").exit_code == 0
     out = run.parent / "out"
     (out / "README.md").write_text((out / "README.md").read_text() + "\nMy own words.\n")
     (out / "notes.txt").write_text("mine")
-    result = export(run, "--proof", "weights", "--push", "tiny")
+    result = export(run, "--parity", "weights", "--push", "tiny")
     assert result.exit_code == 0, result.output
     assert result.stdout.splitlines()[-1].startswith("push tiny: 8 files, ")
     assert hub.private == {"ada/tiny": True}
@@ -157,10 +157,10 @@ def test_what_is_pushed_is_the_proven_folder(run: Path, hub: Hub) -> None:
 
 
 def test_a_dry_run_asks_the_hub_nothing(
-    run: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
+    run: Path, hub: HeartbeatServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("HF_TOKEN")
-    result = export(run, "--proof", "weights", "--push", "ada/tiny", "--dry-run")
+    result = export(run, "--parity", "weights", "--push", "ada/tiny", "--dry-run")
     assert result.exit_code == 0, result.output
     assert hub.asked == []
     out = run.parent / "out"
@@ -172,7 +172,7 @@ def test_a_dry_run_asks_the_hub_nothing(
 
 
 def test_mistakes_are_told_before_the_export(
-    run: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
+    run: Path, hub: HeartbeatServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("a/b/c", "a b", "", "ada/tiny.git", "-x", "a..b"):
         refused(export(run, "--push", name), "--push", "is not a repository's name")
@@ -195,9 +195,9 @@ def test_mistakes_are_told_before_the_export(
 
 
 @pytest.mark.parametrize("where", ["repos/create", "preupload", "commit"])
-def test_a_refused_upload_leaves_the_folder(run: Path, hub: Hub, where: str) -> None:
+def test_a_refused_upload_leaves_the_folder(run: Path, hub: HeartbeatServer, where: str) -> None:
     hub.refusals[where] = 403
-    options = ["--proof", "weights", "--push", "ada/tiny"]
+    options = ["--parity", "weights", "--push", "ada/tiny"]
     refused(export(run, *options), "--push = ada/tiny: could not be uploaded to", "403", "in place")
     out = run.parent / "out"
     assert (out / FACTS).is_file()
@@ -211,7 +211,7 @@ def test_a_refused_upload_leaves_the_folder(run: Path, hub: Hub, where: str) -> 
 
 
 def test_the_network_goes_down_after_the_export(
-    run: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch
+    run: Path, hub: HeartbeatServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from alibi_lm.hf.exporting import push
 
@@ -225,14 +225,16 @@ def test_the_network_goes_down_after_the_export(
             monkeypatch.setattr(constants, "ENDPOINT", address)
 
         monkeypatch.setattr(push, "check_own_files", goes_down)
-        result = export(run, "--proof", "weights", "--push", "ada/tiny")
+        result = export(run, "--parity", "weights", "--push", "ada/tiny")
     refused(result, "--push = ada/tiny: could not be uploaded to", "Connect", "in place and proven")
     assert (run.parent / "out" / FACTS).is_file()
 
 
-def test_a_file_changed_since_the_export_is_not_pushed(run: Path, hub: Hub) -> None:
-    assert export(run, "--proof", "weights").exit_code == 0
+def test_a_file_changed_since_the_export_is_not_pushed(run: Path, hub: HeartbeatServer) -> None:
+    assert export(run, "--parity", "weights").exit_code == 0
     config = run.parent / "out" / "config.json"
     config.write_text(config.read_text().replace('"n_heads": 8', '"n_heads": 4'))
-    refused(export(run, "--proof", "weights", "--push", "tiny"), "config.json", "was changed since")
+    refused(
+        export(run, "--parity", "weights", "--push", "tiny"), "config.json", "was changed since"
+    )
     assert hub.repos == {}

@@ -17,7 +17,7 @@ from alibi_lm.data.tokenizer import load_tokenizer
 from alibi_lm.hf.exporting.tokenizer import convert_tokenizer
 from alibi_lm.hf.importing.head_count import other_counts
 from alibi_lm.model.config import ModelConfig
-from tests.unit.hf.folders import stock_model, write_stock
+from tests.unit.hf.folders import reference_model, write_reference
 from tests.unit.hf.small_step import LINES
 
 KEY = {"bloom": "n_head", "mpt": "n_heads"}
@@ -32,7 +32,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     rows = torch.randint(4, 24, (4, 40), generator=torch.Generator().manual_seed(3))
     for shape in KEY:
-        model = stock_model(shape, 4, True, vocab_size=64, initializer_range=0.02).train()
+        model = reference_model(shape, 4, True, vocab_size=64, initializer_range=0.02).train()
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
         for _ in range(120):
             loss = model(rows, labels=rows).loss
@@ -68,11 +68,11 @@ def test_another_count_than_the_weights_were_trained_with_is_refused(
     assert "number of heads = 8: is not what the weights were trained with" in refused.output
     assert "with 4 heads" in refused.output
     assert not (tmp_path / "run").exists()
-    assert CliRunner().invoke(main, [*line, "--proof", "weights"]).exit_code == 0
+    assert CliRunner().invoke(main, [*line, "--parity", "weights"]).exit_code == 0
 
 
 def test_an_untrained_model_is_never_refused(tmp_path: Path) -> None:
-    write_stock(tmp_path / "stock", "bloom", heads=4)
+    write_reference(tmp_path / "stock", "bloom", heads=4)
     from sentencepiece import SentencePieceTrainer
 
     SentencePieceTrainer.train(
@@ -91,7 +91,7 @@ def test_an_untrained_model_is_never_refused(tmp_path: Path) -> None:
 
 
 def test_without_a_text_nothing_is_computed(tmp_path: Path) -> None:
-    write_stock(tmp_path / "stock", "mpt")
+    write_reference(tmp_path / "stock", "mpt")
     line = ["import", str(tmp_path / "stock"), str(tmp_path / "run")]
     assert CliRunner().invoke(main, line).exit_code == 0
     assert json.loads((tmp_path / "run" / "import.json").read_text())["nats_by_heads"] is None

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from alibi_lm.cli.main import main
 from alibi_lm.hf.exporting.exporter import export
-from tests.unit.hf.folders import write_stock
+from tests.unit.hf.folders import write_reference
 from tests.unit.hf.small_step import write_step
 
 NAME = "transformer.h.1.self_attention.query_key_value.weight"
@@ -27,9 +27,9 @@ Change = Callable[[Path], None]
 @pytest.fixture(scope="module")
 def stocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("stocks")
-    write_stock(folder / "whole", "bloom")
-    write_stock(folder / "sharded", "bloom", max_shard_size="200KB")
-    write_stock(folder / "mpt", "mpt")
+    write_reference(folder / "whole", "bloom")
+    write_reference(folder / "sharded", "bloom", max_shard_size="200KB")
+    write_reference(folder / "mpt", "mpt")
     export(write_step(folder / "own", {"num_heads": 12}), folder / "exported")
     return folder
 

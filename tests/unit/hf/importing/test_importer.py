@@ -20,7 +20,7 @@ from alibi_lm.hf.exporting.exporter import export
 from alibi_lm.hf.importing import importer
 from alibi_lm.hf.importing.importer import import_folder
 from alibi_lm.utils.errors import CheckpointError, ConfigError
-from tests.unit.hf.folders import VOCAB_SIZE, write_stock
+from tests.unit.hf.folders import VOCAB_SIZE, write_reference
 from tests.unit.hf.small_step import LINES, add_tokenizer, add_validation, write_step
 
 READ_BY_THE_CLASS = {
@@ -54,11 +54,11 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 def test_import_and_export_give_the_folder_back(
     shape: str, heads: int, tied: bool, tmp_path: Path
 ) -> None:
-    stock = write_stock(tmp_path / "stock", shape, heads, tied, max_shard_size="100KB")
+    stock = write_reference(tmp_path / "stock", shape, heads, tied, max_shard_size="100KB")
     assert (tmp_path / "stock" / "model.safetensors.index.json").exists()
     run = tmp_path / "run"
     facts = import_folder(tmp_path / "stock", run, shard_bytes=150_000)
-    assert facts["proof"]["greedy_tokens_equal"] == 64
+    assert facts["parity"]["greedy_tokens_equal"] == 64
     step = open_run(run)
     assert len(step.meta["shards"]) > 2
     tokens = torch.randint(VOCAB_SIZE, (2, 250), generator=torch.Generator().manual_seed(5))
@@ -79,7 +79,7 @@ def test_import_and_export_give_the_folder_back(
 
 
 def test_half_precision_comes_back_as_it_was(tmp_path: Path) -> None:
-    model = write_stock(tmp_path / "first", "bloom")
+    model = write_reference(tmp_path / "first", "bloom")
     model.to(torch.bfloat16).save_pretrained(tmp_path / "stock")
     import_folder(tmp_path / "stock", tmp_path / "run")
     step = open_run(tmp_path / "run")
@@ -89,7 +89,7 @@ def test_half_precision_comes_back_as_it_was(tmp_path: Path) -> None:
 
 
 def test_names_of_the_base_model_and_a_stored_copy_of_a_tied_matrix(tmp_path: Path) -> None:
-    write_stock(tmp_path / "stock", "bloom")
+    write_reference(tmp_path / "stock", "bloom")
     tensors = tensors_of(tmp_path / "stock")
     bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
     copy = tensors | {"lm_head.weight": tensors["transformer.word_embeddings.weight"].clone()}
@@ -107,7 +107,7 @@ def test_names_of_the_base_model_and_a_stored_copy_of_a_tied_matrix(tmp_path: Pa
 
 
 def test_pickled_weights_only_where_asked_for(tmp_path: Path) -> None:
-    model = write_stock(tmp_path / "stock", "mpt")
+    model = write_reference(tmp_path / "stock", "mpt")
     torch.save(model.state_dict(), tmp_path / "stock" / "pytorch_model.bin")
     (tmp_path / "stock" / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match="stock: holds pickled weights only.*--allow-pickle"):
@@ -165,7 +165,7 @@ def test_commands_work_on_an_imported_run(tmp_path: Path) -> None:
 
 
 def test_settings_of_the_run_may_be_given_and_those_of_the_model_not(tmp_path: Path) -> None:
-    write_stock(tmp_path / "stock", "mpt")
+    write_reference(tmp_path / "stock", "mpt")
     for override in ("model.num_heads=8", "model.window=9", "run.dir=elsewhere"):
         with pytest.raises(ConfigError, match=override.partition("=")[0]):
             import_folder(tmp_path / "stock", tmp_path / "run", overrides=[override])
@@ -175,15 +175,15 @@ def test_settings_of_the_run_may_be_given_and_those_of_the_model_not(tmp_path: P
         import_folder(tmp_path / "stock", tmp_path / "run")
 
 
-@pytest.mark.parametrize("proof", ["logits", "layers", "weights"])
+@pytest.mark.parametrize("parity", ["logits", "blockwise", "weights"])
 def test_a_wrong_reading_leaves_nothing(
-    proof: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    parity: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from dataclasses import replace
 
-    write_stock(tmp_path / "stock", "bloom")
-    wrong = replace(importer.BLOOM_READING, rows=lambda model, rows: rows)
+    write_reference(tmp_path / "stock", "bloom")
+    wrong = replace(importer.BLOOM_IMPORT, rows=lambda model, rows: rows)
     monkeypatch.setitem(importer.READINGS, "bloom", wrong)
     with pytest.raises(CheckpointError, match="differ"):
-        import_folder(tmp_path / "stock", tmp_path / "deep" / "run", proof=proof)
+        import_folder(tmp_path / "stock", tmp_path / "deep" / "run", parity=parity)
     assert [path.name for path in tmp_path.iterdir()] == ["stock"]

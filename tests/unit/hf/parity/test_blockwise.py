@@ -21,8 +21,8 @@ from alibi_lm.hf.parity.blockwise import _Layered, compare_greedy_by_layer, comp
 from alibi_lm.hf.parity.check import Pair
 from alibi_lm.hf.parity.transformers_reference import CachedState, Mismatch
 from alibi_lm.hf.weights_reader import SourceFolder
-from alibi_lm.model.inference.kv_cache import LayerCache
-from tests.unit.hf.folders import VOCAB_SIZE, write_stock
+from alibi_lm.model.inference.kv_cache import LayerKVCache
+from tests.unit.hf.folders import VOCAB_SIZE, write_reference
 
 TOKENS = torch.randint(VOCAB_SIZE, (1, 280), generator=torch.Generator().manual_seed(5))
 
@@ -45,13 +45,17 @@ def opened(
 ) -> Iterator[tuple[Pair, Any]]:
     """A folder of a stock class, the run made of it, and the whole stock model."""
     if not folder.exists():
-        write_stock(folder, shape, tied=tied)
-        import_folder(folder, folder.parent / "run", proof="weights")
-    step, reading = open_run(folder.parent / "run"), READINGS[shape]
+        write_reference(folder, shape, tied=tied)
+        import_folder(folder, folder.parent / "run", parity="weights")
+    step, import_spec = open_run(folder.parent / "run"), READINGS[shape]
     stock = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
-    with SourceFolder(folder, reading.prefix) as source, step.reader() as reader, torch.no_grad():
+    with (
+        SourceFolder(folder, import_spec.prefix) as source,
+        step.reader() as reader,
+        torch.no_grad(),
+    ):
         model = step.config.model
-        yield Pair(folder, source, reading, stock.config, model, weights(reader)), stock
+        yield Pair(folder, source, import_spec, stock.config, model, weights(reader)), stock
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -68,7 +72,7 @@ def test_both_models_by_block_are_the_whole_models(
             models = _Layered(pair.model, pair.weights, pair.stock(dtype))
             assert models.difference(TOKENS, step_tokens) <= 5e-5
         models = _Layered(pair.model, pair.weights, pair.stock(torch.float32))
-        caches = [(LayerCache(), CachedState()) for _ in range(2)]
+        caches = [(LayerKVCache(), CachedState()) for _ in range(2)]
         for part in TOKENS[:, :270].split([200, 1, 1, 68], 1):
             ours, theirs = models.next_logits(part, caches)
         assert float((ours - expected[0, 269]).abs().max()) <= 5e-5
@@ -116,13 +120,13 @@ def test_a_cache_that_goes_wrong_is_found_by_generating(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with opened(tmp_path / "stock", "mpt", True) as (pair, _):
-        append = LayerCache.append
+        append = LayerKVCache.append
 
-        def forgetful(self: LayerCache, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        def forgetful(self: LayerKVCache, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
             keys, values = append(self, keys, values)
             return keys, values if values.shape[2] <= 30 else values.flip(2)
 
-        monkeypatch.setattr(LayerCache, "append", forgetful)
+        monkeypatch.setattr(LayerKVCache, "append", forgetful)
         with pytest.raises(Mismatch, match="greedy token [2-8] differs"):
             compare_greedy_by_layer(pair.model, pair.weights, pair.stock(torch.float32),
                                     TOKENS[:, :30], num_tokens=8)  # fmt: skip

@@ -60,7 +60,7 @@ def ours(
     q: Tensor, k: Tensor, v: Tensor, grad: Tensor, slopes: tuple[float, ...], window: int | None
 ) -> list[Tensor]:
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    output = attention(*leaves, slopes=slopes, window=window, kernel="native_cpu")
+    output = attention(*leaves, slopes=slopes, window=window, kernel="amx")
     return [output.detach(), *torch.autograd.grad(output, leaves, grad)]
 
 
@@ -84,7 +84,7 @@ def test_output_and_gradients(case: tuple[Any, ...]) -> None:
 def test_no_further_off_than_torchs_kernel(scale: float) -> None:
     tensors, slopes = inputs((2, 8, 8, 600, 600, 64), scale), alibi_slopes(8)
     leaves = [x.detach().requires_grad_() for x in tensors[:3]]
-    output = attention(*leaves, slopes=slopes, kernel="flash_cpu")
+    output = attention(*leaves, slopes=slopes, kernel="sdpa_cpu")
     theirs = [output.detach(), *torch.autograd.grad(output, leaves, tensors[3])]
     mine = ours(*tensors, slopes, None)
     for right, own, other in zip(exact(*tensors, slopes, None), mine, theirs, strict=True):
@@ -96,7 +96,7 @@ def test_far_positions_are_as_exact_as_near_ones() -> None:
     case = (1, 2, 2, 600, 70_000, 32, None)
     q, k, v, grad = inputs(case)
     slopes = (0.5, 2.0**-8)
-    found = attention(q, k, v, slopes=slopes, kernel="native_cpu")
+    found = attention(q, k, v, slopes=slopes, kernel="amx")
     near = 20_000  # e^-77 at the flattest slope
     right = exact(q, k[:, :, -near:], v[:, :, -near:], grad, slopes, None)[0]
     assert worst([found], [right])[0] < 5e-3
@@ -107,7 +107,7 @@ def test_no_slopes_is_plain_causal_attention() -> None:
     expected = torch.nn.functional.scaled_dot_product_attention(
         q.double(), k.double(), v.double(), is_causal=True, enable_gqa=True
     )
-    found = attention(q, k, v, slopes=None, kernel="native_cpu")
+    found = attention(q, k, v, slopes=None, kernel="amx")
     assert worst([found], [expected])[0] < 4e-3
 
 
@@ -145,7 +145,7 @@ def test_what_is_not_finite_shows(value: float) -> None:
     q, k, v, _ = inputs((1, 4, 4, 200, 200, 16))
     k = k.clone()
     k[0, 1, 100, 3] = value
-    found = attention(q, k, v, slopes=alibi_slopes(4), kernel="native_cpu")
+    found = attention(q, k, v, slopes=alibi_slopes(4), kernel="amx")
     assert found[0, 1, 100:].isnan().any()
     assert found[0, 1, :100].isfinite().all()
     assert found[0, [0, 2, 3]].isfinite().all()
@@ -159,14 +159,14 @@ def test_large_scores_do_not_overflow() -> None:
 
 
 def test_what_it_cannot_do_goes_to_another_kernel() -> None:
-    kernel = KERNELS["native_cpu"]
-    assert kernel.why_not is not None
+    kernel = KERNELS["amx"]
+    assert kernel.tensors_unsupported_reason is not None
     wide = torch.zeros(1, 64, 64, 16, dtype=torch.bfloat16)
     odd = torch.zeros(1, 64, 64, 15, dtype=torch.bfloat16)
     few = wide[:, :, : FEWEST_QUERIES - 1]
-    assert kernel.why_not(wide, wide, wide) is None
-    assert kernel.why_not(odd, odd, odd) == "a head width of 15"
-    assert kernel.why_not(few, wide, wide) == "as few queries as 15"
-    with pytest.raises(ValueError, match="native_cpu cannot do a head width of 15"):
-        attention(odd, odd, odd, slopes=None, kernel="native_cpu")
+    assert kernel.tensors_unsupported_reason(wide, wide, wide) is None
+    assert kernel.tensors_unsupported_reason(odd, odd, odd) == "a head width of 15"
+    assert kernel.tensors_unsupported_reason(few, wide, wide) == "as few queries as 15"
+    with pytest.raises(ValueError, match="amx cannot do a head width of 15"):
+        attention(odd, odd, odd, slopes=None, kernel="amx")
     assert attention(odd, odd, odd, slopes=None).shape == odd.shape

@@ -99,7 +99,7 @@ def errors(case: Case, function: AttentionFunction) -> list[float]:
 def check(case: Case, function: AttentionFunction | None = None) -> None:
     """The function, or attention itself: by the kernel that it chooses and by torch's fused one."""
     slopes = alibi_slopes(case.heads)
-    kernels = (None, "flash_cpu") if case.window is None and function is None else (None,)
+    kernels = (None, "sdpa_cpu") if case.window is None and function is None else (None,)
     for kernel in kernels:
 
         def ours(q: Tensor, k: Tensor, v: Tensor, kernel: str | None = kernel) -> Tensor:
@@ -183,7 +183,7 @@ def test_exact_kernel(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> No
     slopes = alibi_slopes(6)
 
     def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attention(q, k, v, slopes=slopes, kernel="exact")
+        return attention(q, k, v, slopes=slopes, kernel="eager")
 
     for chunk_scores in (eager.SCORES_AT_ONCE, 1):
         monkeypatch.setattr(eager, "SCORES_AT_ONCE", chunk_scores)
@@ -248,7 +248,7 @@ class TestTheCheckCanFail:
             check(Case(8, 8, 5, 64, torch.float32), wrong)
 
 
-@pytest.fixture(params=["flash_cpu", "exact"])
+@pytest.fixture(params=["sdpa_cpu", "eager"])
 def kernel(request: pytest.FixtureRequest) -> str:
     return request.param
 

@@ -23,22 +23,22 @@ class TestRefusals:
     def test_flash(self, options: dict, lacking: str) -> None:
         q = torch.randn(1, 4, 8, 16)
         with pytest.raises(ValueError, match=lacking):
-            attention(q, q, q, slopes=alibi_slopes(4), kernel="flash_cpu", **options)
+            attention(q, q, q, slopes=alibi_slopes(4), kernel="sdpa_cpu", **options)
         assert attention(q, q, q, slopes=alibi_slopes(4), **options).shape == q.shape
 
     def test_flash_with_fp64(self) -> None:
         q = torch.randn(1, 4, 8, 16, dtype=torch.float64)
         with pytest.raises(ValueError, match="float64"):
-            attention(q, q, q, slopes=alibi_slopes(4), kernel="flash_cpu")
+            attention(q, q, q, slopes=alibi_slopes(4), kernel="sdpa_cpu")
 
     def test_flash_with_wider_values(self) -> None:
         q, v = torch.randn(1, 4, 8, 16), torch.randn(1, 4, 8, 24)
         with pytest.raises(ValueError, match="width of v"):
-            attention(q, q, v, slopes=alibi_slopes(4), kernel="flash_cpu")
+            attention(q, q, v, slopes=alibi_slopes(4), kernel="sdpa_cpu")
         assert attention(q, q, v, slopes=alibi_slopes(4)).shape == v.shape
 
     def test_a_kernel_without_linear_biases(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        plain = KERNELS["flash_cpu"]
+        plain = KERNELS["sdpa_cpu"]
         monkeypatch.setitem(
             KERNELS, "plain", type(plain)(plain.run, None, plain.dtypes, slopes=False)
         )

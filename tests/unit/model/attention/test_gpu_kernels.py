@@ -21,9 +21,9 @@ from alibi_lm.cli.main import main
 from alibi_lm.kernels.amx.build import unavailable
 from alibi_lm.model.attention import dispatch as table
 from alibi_lm.model.attention import flash_attn, flex
-from alibi_lm.model.attention.dispatch import KERNELS, Request, attention
+from alibi_lm.model.attention.dispatch import KERNELS, AttentionRequest, attention
 from alibi_lm.model.config import ModelConfig
-from alibi_lm.model.pruning.block_bounds import block_starts
+from alibi_lm.model.pruning.block_bounds import first_key_per_block
 from alibi_lm.model.slopes import alibi_slopes
 
 WIDTH = 16
@@ -120,7 +120,7 @@ def test_the_blocks_of_a_mask_are_those_that_are_seen(
     seen = (key <= row + offset) & (row + offset - key < (window or keys))
     start = torch.zeros(1, 1, -(-queries // size), dtype=torch.int64)
     if epsilon:
-        start = block_starts(q, k, alibi_slopes(4), epsilon, size) // size * size
+        start = first_key_per_block(q, k, alibi_slopes(4), epsilon, size) // size * size
         assert (start > 0).any()
     seen = seen & (key >= start.repeat_interleave(size, dim=2)[:, :, :queries, None])
     padded = torch.zeros(*seen.shape[:2], start.shape[2] * size, -(-keys // size) * size)
@@ -225,14 +225,20 @@ class TestChoice:
             row = KERNELS[name]
             reason = "this machine" if name in lacking else None
             fields = {**vars(row), "missing": lambda device, reason=reason: reason}
-            monkeypatch.setitem(KERNELS, name, table.Kernel(**fields))
+            monkeypatch.setitem(KERNELS, name, table.AttentionKernel(**fields))
         shape = options.pop("shape", (1, 8, 4096, 64))
         q = torch.empty(shape, dtype=options.pop("dtype", torch.bfloat16), device="meta")
         # A stand-in: a meta tensor that says it is on a GPU.
         like = SimpleNamespace(device=torch.device("cuda"), dtype=q.dtype, shape=q.shape)
-        request = Request(**{"slopes": alibi_slopes(8), "window": None, "bias": None, **options})
+        request = AttentionRequest(
+            **{"slopes": alibi_slopes(8), "window": None, "bias": None, **options}
+        )
         some: Any = like
-        return next(n for n, row in KERNELS.items() if row.lacks(some, some, some, request) is None)
+        return next(
+            n
+            for n, row in KERNELS.items()
+            if row.unsupported_reason(some, some, some, request) is None
+        )
 
     @pytest.mark.parametrize(
         ("lacking", "options", "kernel"),
@@ -242,13 +248,13 @@ class TestChoice:
             ((), {"dtype": torch.float32}, "flex"),
             (("flash_attn",), {}, "flex"),
             (("flash_attn",), {"window": 100}, "flex"),
-            (("flash_attn", "flex"), {}, "exact"),
-            (("flash_attn",), {"shape": (1, 8, 1, 64)}, "exact"),
+            (("flash_attn", "flex"), {}, "eager"),
+            (("flash_attn",), {"shape": (1, 8, 1, 64)}, "eager"),
             ((), {"shape": (1, 8, 1, 64)}, "flash_attn"),
-            ((), {"shape": (1, 8, 4096, 512)}, "exact"),
-            ((), {"dtype": torch.float64}, "exact"),
-            ((), {"bias": torch.zeros(8, 4)}, "exact"),
-            ((), {"slopes": torch.zeros(8)}, "exact"),
+            ((), {"shape": (1, 8, 4096, 512)}, "eager"),
+            ((), {"dtype": torch.float64}, "eager"),
+            ((), {"bias": torch.zeros(8, 4)}, "eager"),
+            ((), {"slopes": torch.zeros(8)}, "eager"),
         ],
     )
     def test_on_a_gpu(
@@ -282,7 +288,7 @@ def test_flex_on_a_gpu(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @needs_cuda
 def test_exact_on_a_gpu(dtype: torch.dtype) -> None:
-    on_a_gpu("exact", dtype, 2e-5 if dtype == torch.float32 else 1e-2)
+    on_a_gpu("eager", dtype, 2e-5 if dtype == torch.float32 else 1e-2)
 
 
 def on_a_gpu(kernel: str, dtype: torch.dtype, tolerance: float) -> None:
@@ -311,20 +317,20 @@ def test_the_script_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert result["failed"] == []
     kernels = [row["kernel"] for row in result["correct"]]
     # flash_cpu has no windows.
-    assert (kernels.count("flash_cpu"), kernels.count("exact")) == (8, 16)
-    native = [] if unavailable() else ["native_cpu"]  # bf16 alone
-    assert [row["kernel"] for row in result["horizons"]] == ["flash_cpu", *native, "flash_cpu"]
+    assert (kernels.count("sdpa_cpu"), kernels.count("eager")) == (8, 16)
+    native = [] if unavailable() else ["amx"]  # bf16 alone
+    assert [row["kernel"] for row in result["pruning"]] == ["sdpa_cpu", *native, "sdpa_cpu"]
     assert result["kernels"]["flex"] == result["kernels"]["flash_attn"] == "device cpu"
     assert set(result["timed"][0]["forward_backward"]) == {
-        "sdpa", "flash_cpu", "flash_cpu without bias", "flash_cpu horizons",
-        "exact", "exact without bias",
+        "sdpa", "sdpa_cpu", "sdpa_cpu without bias", "sdpa_cpu pruning",
+        "eager", "eager without bias",
     }  # fmt: skip
     assert result["training"]["alibi"]["tokens_a_second"] > 0
-    run = KERNELS["exact"].run
-    wrong = {**vars(KERNELS["exact"]), "run": lambda *parts: 1.1 * run(*parts)}
-    monkeypatch.setitem(KERNELS, "exact", table.Kernel(**wrong))
+    run = KERNELS["eager"].run
+    wrong = {**vars(KERNELS["eager"]), "run": lambda *parts: 1.1 * run(*parts)}
+    monkeypatch.setitem(KERNELS, "eager", table.AttentionKernel(**wrong))
     failed = gpu_check(settings, path)["failed"]
-    assert {row["kernel"] for row in failed} == {"exact"}
+    assert {row["kernel"] for row in failed} == {"eager"}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device")

@@ -13,7 +13,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from alibi_lm.model.config import ModelConfig, Position, Shape
+from alibi_lm.model.config import Architecture, ModelConfig, Position
 from alibi_lm.model.decoder import Decoder
 from alibi_lm.model.inference import generation
 from alibi_lm.model.inference.generation import choose, generate, stream
@@ -56,9 +56,9 @@ def uncached(decoder: Decoder, prompt: list[int], count: int) -> list[int]:
 @pytest.mark.parametrize("position", POSITIONS)
 @pytest.mark.parametrize("shape", ["mpt", "bloom"])
 def test_cached_equals_uncached(
-    shape: Shape, position: Position, kv_heads: int, window: int | None
+    shape: Architecture, position: Position, kv_heads: int, window: int | None
 ) -> None:
-    decoder = make(shape=shape, position=position, num_kv_heads=kv_heads, window=window)
+    decoder = make(architecture=shape, position=position, num_kv_heads=kv_heads, window=window)
     tokens = some_tokens(2, 150)
     with torch.no_grad():
         whole = decoder(tokens)
@@ -96,7 +96,7 @@ def test_a_long_prompt_goes_in_by_parts(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.0}, {"temperature": 0.7, "top_k": 9}])
-def test_neighbours_change_nothing(options: dict[str, Any]) -> None:
+def test_neighbors_change_nothing(options: dict[str, Any]) -> None:
     decoder = make()
     prompts = [some_tokens(n, seed=n).tolist() for n in (5, 3, 5, 1, 3)]
     together = generate(decoder, prompts, 12, seed=4, **options)

@@ -9,7 +9,11 @@ from torch import Tensor
 from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.decoder import Decoder
 from alibi_lm.model.inference import long_scoring
-from alibi_lm.model.inference.long_scoring import LongReport, long_losses, why_dense
+from alibi_lm.model.inference.long_scoring import (
+    LongScoringReport,
+    long_losses,
+    pruning_unsupported_reason,
+)
 
 
 def decoder(dtype: torch.dtype = torch.float32, **settings: object) -> Decoder:
@@ -40,9 +44,9 @@ def test_losses_are_the_dense_ones(
     shape: str, kv_heads: int | None, num_layers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(long_scoring, "CHUNK", 1024)
-    model = decoder(shape=shape, num_kv_heads=kv_heads, num_layers=num_layers)
+    model = decoder(architecture=shape, num_kv_heads=kv_heads, num_layers=num_layers)
     tokens, targets = sequence(4500)
-    report = LongReport()
+    report = LongScoringReport()
     losses = long_losses(model, tokens, targets, 1e-6, report)
     assert torch.allclose(losses, dense(model, tokens, targets), rtol=0, atol=5e-5)
     reaches = report.heads()
@@ -65,10 +69,10 @@ def test_what_is_not_kept_is_made_again(kept: int, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(long_scoring, "MOST_KEPT", kept)
     model = decoder()
     tokens, targets = sequence(3000)
-    report = LongReport()
+    report = LongScoringReport()
     losses = long_losses(model, tokens, targets, 1e-6, report)
     assert torch.allclose(losses, dense(model, tokens, targets), rtol=0, atol=5e-5)
-    assert report.made_again > 0
+    assert report.recomputed > 0
     assert report.kept <= kept + 512
 
 
@@ -78,7 +82,7 @@ def test_a_late_query_reaches_for_keys_long_gone(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(long_scoring, "MOST_KEPT", 2048)
     model = decoder(num_layers=2)
     with torch.no_grad():
-        # Queries grow with one direction of the stream, that the normalisation cannot flatten:
+        # Queries grow with one direction of the stream, that the normalization cannot flatten:
         # token 96 alone has it.
         model.embedding.weight[:96, 0] = 0
         model.embedding.weight[96] = 0
@@ -91,12 +95,12 @@ def test_a_late_query_reaches_for_keys_long_gone(monkeypatch: pytest.MonkeyPatch
     tokens, targets = sequence(5000)
     tokens = tokens % 96
     tokens[-5] = 96
-    report = LongReport()
+    report = LongScoringReport()
     losses = long_losses(model, tokens, targets, 1e-6, report)
     reaches = report.heads()[0, :, 2]
     assert int(reaches[:-1].max()) < 1500
     assert int(reaches[-1]) > 4000
-    assert report.made_again > 0
+    assert report.recomputed > 0
     assert torch.allclose(losses, dense(model, tokens, targets), rtol=0, atol=1e-4)
 
 
@@ -104,7 +108,7 @@ def test_models_without_horizons_are_refused_by_name() -> None:
     tokens, targets = sequence(10)
     for settings, word in (({"position": "rotary"}, "rotary"), ({"window": 64}, "window")):
         model = decoder(**settings)
-        assert word in (why_dense(model) or "")
+        assert word in (pruning_unsupported_reason(model) or "")
         with pytest.raises(ValueError, match=word):
             long_losses(model, tokens, targets, 1e-6)
     with pytest.raises(ValueError, match="epsilon"):

@@ -16,9 +16,9 @@ from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.decoder import Decoder
 from alibi_lm.model.inference import kv_offload, pruned_kv_cache
 from alibi_lm.model.inference.generation import decoding_cache, generate, prefill
-from alibi_lm.model.inference.kv_offload import ColdStore
+from alibi_lm.model.inference.kv_offload import KVOffloadStore
 from alibi_lm.model.inference.long_scoring import DENSE_UP_TO
-from alibi_lm.model.inference.pruned_kv_cache import RingCache, RingLayer, RingReport
+from alibi_lm.model.inference.pruned_kv_cache import PrunedKVCache, PrunedKVLayer, PrunedKVReport
 from alibi_lm.model.slopes import alibi_slopes
 
 WIDTH = 16
@@ -29,7 +29,12 @@ def noise(seed: int, *shape: int) -> Tensor:
 
 
 def decode(
-    layer: RingLayer, q: Tensor, k: Tensor, v: Tensor, slopes: tuple[float, ...], pieces: list[int]
+    layer: PrunedKVLayer,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slopes: tuple[float, ...],
+    pieces: list[int],
 ) -> Tensor:
     parts = zip(q.split(pieces, 2), k.split(pieces, 2), v.split(pieces, 2), strict=True)
     return torch.cat([layer.attend(*part, slopes=slopes) for part in parts], dim=2)
@@ -53,8 +58,8 @@ def test_token_by_token_and_in_pieces(
     q = noise(1, batch, heads, length, WIDTH).to(dtype)
     k, v = (noise(n, batch, kv_heads, length, WIDTH).to(dtype) for n in (2, 3))
     for pieces in ([1] * length, [400, 1, 1, 98, *[1] * 400], [length]):
-        report = RingReport()
-        layer = RingLayer(1e-6, None, report)
+        report = PrunedKVReport()
+        layer = PrunedKVLayer(1e-6, None, report)
         out = decode(layer, q, k, v, slopes, pieces)
         assert out.dtype == dtype
         assert layer.length == length
@@ -65,15 +70,15 @@ def test_token_by_token_and_in_pieces(
 def test_rings_are_bounded_once_they_have_learnt_the_reach() -> None:
     length, slopes = 2600, (0.5, 0.25, 1 / 16)
     q, k, v = (noise(n, 1, 3, length, WIDTH) for n in (4, 5, 6))
-    report = RingReport()
-    layer = RingLayer(1e-6, None, report)
+    report = PrunedKVReport()
+    layer = PrunedKVLayer(1e-6, None, report)
     decode(layer, q[:, :, :1400], k[:, :, :1400], v[:, :, :1400], slopes, [1] * 1400)
-    hot, before = layer.hot_bytes, report.cold_queries
+    hot, before = layer.resident_kv_bytes, report.offload_queries
     decode(layer, q[:, :, 1400:], k[:, :, 1400:], v[:, :, 1400:], slopes, [1] * 1200)
-    assert layer.hot_bytes == hot
+    assert layer.resident_kv_bytes == hot
     assert hot < 2 * 3 * 1200 * WIDTH * 4
     assert (
-        report.cold_queries - before
+        report.offload_queries - before
         <= 1200 * 3 * pruned_kv_cache.TOO_MANY // pruned_kv_cache.REVIEW
     )
 
@@ -90,14 +95,14 @@ def test_a_late_query_reaches_for_keys_long_gone(
     q[:, :, -2] *= 500
     k[:, :, 3] = q[:, :, -2] / 4
     v[:, :, 3] = 30
-    report = RingReport()
-    layer = RingLayer(1e-6, tmp_path if mapped else None, report)
+    report = PrunedKVReport()
+    layer = PrunedKVLayer(1e-6, tmp_path if mapped else None, report)
     out = decode(layer, q, k, v, slopes, [2300, *[1] * 700])
     assert_certified(out, q, k, v, slopes, 1e-6)
     # The flattest of these heads does see the key from 2,995 tokens away.
     assert out[0, 5, -2].mean() > 25
-    assert report.cold_queries >= 6
-    assert report.cold_keys > 2000
+    assert report.offload_queries >= 6
+    assert report.offload_keys > 2000
     assert not list(tmp_path.iterdir())
 
 
@@ -108,7 +113,7 @@ def test_nothing_breaks_the_certificate(seed: int, places: list[int], exponent: 
     q, k, v = (noise(seed + n, 1, 2, length, WIDTH) for n in range(3))
     for n, place in enumerate(places):
         (q if n % 2 else k)[:, :, place] *= 10**exponent
-    layer = RingLayer(1e-3, None, RingReport())
+    layer = PrunedKVLayer(1e-3, None, PrunedKVReport())
     out = decode(layer, q, k, v, slopes, [300, *[1] * 400])
     assert_certified(out, q, k, v, slopes, 1e-3)
 
@@ -120,7 +125,7 @@ def test_a_bound_that_is_left_out_is_found_out(monkeypatch: pytest.MonkeyPatch) 
         lambda rows, *_: torch.full_like(rows.norm[:, 0], -math.inf),
     )
     q, k, v = (noise(n, 1, 1, 1500, WIDTH) for n in (7, 8, 9))
-    out = decode(RingLayer(1e-6, None, RingReport()), q, k, v, (1 / 256,), [1] * 1500)
+    out = decode(PrunedKVLayer(1e-6, None, PrunedKVReport()), q, k, v, (1 / 256,), [1] * 1500)
     with pytest.raises(AssertionError):
         assert_certified(out, q, k, v, (1 / 256,), 1e-6)
 
@@ -128,7 +133,7 @@ def test_a_bound_that_is_left_out_is_found_out(monkeypatch: pytest.MonkeyPatch) 
 def test_truncation_forgets() -> None:
     slopes = alibi_slopes(4)
     q, k, v = (noise(n, 1, 4, 1300, WIDTH) for n in (10, 11, 12))
-    layer = RingLayer(1e-6, None, RingReport())
+    layer = PrunedKVLayer(1e-6, None, PrunedKVReport())
     decode(layer, q, k, v, slopes, [900, *[1] * 400])
     layer.truncate(950)
     assert layer.length == 950
@@ -142,7 +147,7 @@ def test_truncation_forgets() -> None:
 def test_the_cold_store_reads_what_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_offload, "SEGMENT", 100)
     keys, values = noise(13, 2, 450, 4), noise(14, 2, 450, 4)
-    store = ColdStore()
+    store = KVOffloadStore()
     for first, stop in ((0, 30), (30, 350), (350, 450)):
         store.write(keys[:, first:stop], values[:, first:stop])
     for first, stop in ((0, 450), (99, 101), (400, 450), (250, 250), (100, 200)):
@@ -160,13 +165,13 @@ def test_generation_is_the_dense_one_past_the_horizons() -> None:
     decoder = Decoder(config).eval()
     prompts = torch.randint(97, (2, DENSE_UP_TO), generator=torch.Generator().manual_seed(0))
     dense = generate(decoder, prompts, 300)
-    report = RingReport()
-    assert generate(decoder, prompts, 300, epsilon=1e-6, report=report) == dense
+    report = PrunedKVReport()
+    assert generate(decoder, prompts, 300, pruning_tolerance=1e-6, report=report) == dense
     assert report.queries == 299 * 2 * 2 * 4
     cache = decoding_cache(decoder, 3000, 1e-6)
-    assert isinstance(cache, RingCache)
+    assert isinstance(cache, PrunedKVCache)
     reference = decoder.new_cache()
     difference = prefill(decoder, prompts, cache) - prefill(decoder, prompts, reference)
     assert difference.abs().max() < 1e-5
-    assert not isinstance(decoding_cache(decoder, 100, 1e-6), RingCache)
-    assert not isinstance(decoding_cache(decoder, 3000, 0.0), RingCache)
+    assert not isinstance(decoding_cache(decoder, 100, 1e-6), PrunedKVCache)
+    assert not isinstance(decoding_cache(decoder, 3000, 0.0), PrunedKVCache)

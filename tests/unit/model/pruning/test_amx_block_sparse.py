@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from alibi_lm.model.pruning import pruned_attention
-from alibi_lm.model.pruning.amx_block_sparse import CompiledBlocks, why_not_compiled
-from alibi_lm.model.pruning.block_sparse import QueryBlocks
-from alibi_lm.model.pruning.bounds import KeyBall
+from alibi_lm.model.pruning.amx_block_sparse import AmxBlockSparseAttention, amx_unsupported_reason
+from alibi_lm.model.pruning.block_sparse import BlockSparseAttention
+from alibi_lm.model.pruning.bounds import KeyNormBound
 from alibi_lm.model.pruning.pruned_attention import attend
 from alibi_lm.model.slopes import alibi_slopes
 from tests.unit.kernels.needs_amx import needs_amx
@@ -31,7 +31,7 @@ class Tail:
 
     def __post_init__(self) -> None:
         self.keys, self.values = self.all_keys[:, self.start :], self.all_values[:, self.start :]
-        self.ball = KeyBall(self.all_keys)
+        self.ball = KeyNormBound(self.all_keys)
         self.ball.add(self.all_keys)
 
     def read(self, first: int, stop: int) -> tuple[Tensor, Tensor]:
@@ -52,17 +52,17 @@ def made_by(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The kinds of blocks that read something, in turn."""
     found: list[str] = []
 
-    def noting(kind: type[QueryBlocks]) -> None:
+    def noting(kind: type[BlockSparseAttention]) -> None:
         read = kind._read_near
 
-        def note(blocks: QueryBlocks) -> int:
+        def note(blocks: BlockSparseAttention) -> int:
             found.append(type(blocks).__name__)
             return read(blocks)
 
         monkeypatch.setattr(kind, "_read_near", note)
 
-    noting(QueryBlocks)
-    noting(CompiledBlocks)
+    noting(BlockSparseAttention)
+    noting(AmxBlockSparseAttention)
     return found
 
 
@@ -77,10 +77,13 @@ def test_both_kernels_read_and_compute_the_same(
     found = made_by(monkeypatch)
     compiled = Tail(start, k, v)
     output, reaches = attend(q[:, 1280:], compiled, 1280, slopes, 1e-6)
-    assert found == ["CompiledBlocks", "QueryBlocks"]  # the last block is not a whole one
+    assert found == [
+        "AmxBlockSparseAttention",
+        "BlockSparseAttention",
+    ]  # the last block is not a whole one
     wide = Tail(start, k.float(), v.float())
     expected, wanted = attend(q[:, 1280:].float(), wide, 1280, slopes, 1e-6)
-    assert found[2:] == ["QueryBlocks", "QueryBlocks"]
+    assert found[2:] == ["BlockSparseAttention", "BlockSparseAttention"]
     assert output.dtype == torch.bfloat16
     # Twice the rounding of a result below 4, and of shares that add up to 1.
     assert (output.float() - expected).abs().max() < 4 * 2**-8
@@ -93,19 +96,19 @@ def test_both_kernels_read_and_compute_the_same(
 
 def test_what_the_kernel_cannot_serve_goes_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = tensors(HEADS)
-    assert why_not_compiled(q, k, v) is None
-    assert "float32" in str(why_not_compiled(q.float(), k.float(), v.float()))
+    assert amx_unsupported_reason(q, k, v) is None
+    assert "float32" in str(amx_unsupported_reason(q.float(), k.float(), v.float()))
     odd = [x[..., :15] for x in (q, k, v)]
-    assert "15" in str(why_not_compiled(*odd))
-    assert "few" in str(why_not_compiled(q[:4, -128:], k[:4], v[:4]))
+    assert "15" in str(amx_unsupported_reason(*odd))
+    assert "few" in str(amx_unsupported_reason(q[:4, -128:], k[:4], v[:4]))
     found = made_by(monkeypatch)
     attend(q[:4, -128:], Tail(0, k[:4], v[:4]), LENGTH - 128, alibi_slopes(4), 1e-6)
-    assert found == ["QueryBlocks"]
+    assert found == ["BlockSparseAttention"]
 
 
 def test_a_whole_input_in_bf16_is_not_widened(monkeypatch: pytest.MonkeyPatch) -> None:
     """So the certificate's tests of short inputs are of the compiled kernel too."""
     q, k, v = (x[None, :, :1500] for x in tensors(HEADS))
     found = made_by(monkeypatch)
-    pruned_attention.horizon_attention(q, k, v, slopes=alibi_slopes(HEADS), epsilon=1e-6)
-    assert found == ["CompiledBlocks", "QueryBlocks"]
+    pruned_attention.pruned_attention(q, k, v, slopes=alibi_slopes(HEADS), epsilon=1e-6)
+    assert found == ["AmxBlockSparseAttention", "BlockSparseAttention"]

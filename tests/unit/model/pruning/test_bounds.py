@@ -14,9 +14,9 @@ from torch import Tensor
 
 from alibi_lm.model.attention.dispatch import attention
 from alibi_lm.model.pruning import block_sparse
-from alibi_lm.model.pruning.block_sparse import Reach
-from alibi_lm.model.pruning.bounds import GRID, KeyBall, prior_horizon, upper_norms
-from alibi_lm.model.pruning.pruned_attention import horizon_attention
+from alibi_lm.model.pruning.block_sparse import BlockSpans
+from alibi_lm.model.pruning.bounds import GRID, KeyNormBound, prior_attention_span, upper_norms
+from alibi_lm.model.pruning.pruned_attention import pruned_attention
 from alibi_lm.model.slopes import alibi_slopes
 
 EPSILONS = [1e-3, 1e-6, 1e-9]
@@ -105,7 +105,7 @@ def reference(problem: Problem, rows: list[int]) -> Tensor:
     return torch.stack(outputs)
 
 
-def far_mass(problem: Problem, reaches: list[Reach]) -> float:
+def far_mass(problem: Problem, reaches: list[BlockSpans]) -> float:
     """The largest probability, in float64, that any row and head did not read."""
     group = problem.q.shape[0] // problem.k.shape[0]
     offset = problem.k.shape[1] - problem.q.shape[1]
@@ -128,9 +128,9 @@ def far_mass(problem: Problem, reaches: list[Reach]) -> float:
     return worst
 
 
-def run(problem: Problem, epsilon: float, reaches: list[Reach] | None = None) -> Tensor:
+def run(problem: Problem, epsilon: float, reaches: list[BlockSpans] | None = None) -> Tensor:
     parts = (problem.q[None], problem.k[None], problem.v[None])
-    return horizon_attention(*parts, slopes=problem.slopes, epsilon=epsilon, reaches=reaches)[0]
+    return pruned_attention(*parts, slopes=problem.slopes, epsilon=epsilon, reaches=reaches)[0]
 
 
 DRAWS = 64
@@ -141,7 +141,7 @@ little in the queries and in the signs of the values."""
 
 def check(
     problem: Problem, epsilons: list[float], rows: list[int] | None = None
-) -> list[list[Reach]]:
+) -> list[list[BlockSpans]]:
     """The certificate: 2 epsilon max|v|, plus twice what the dense path errs in this precision."""
     rows = list(range(problem.q.shape[1])) if rows is None else rows
     expected = reference(problem, rows)
@@ -157,8 +157,8 @@ def dense_error(problem: Problem, rows: list[int], expected: Tensor) -> float:
 
 def check_one(
     problem: Problem, epsilon: float, rows: list[int], expected: Tensor, own: float
-) -> list[Reach]:
-    reaches: list[Reach] = []
+) -> list[BlockSpans]:
+    reaches: list[BlockSpans] = []
     error = (run(problem, epsilon, reaches)[:, rows].double() - expected).abs().max().item()
     # A vector's norm: largest over tokens, as the bound is of |o - o'|.
     largest = problem.v.double().norm(dim=-1).max().item()
@@ -208,7 +208,7 @@ def tight(epsilon: float) -> Problem:
         return Problem(direction.expand(1, length, WIDTH).clone(), k, v, slopes)
 
     # How far before its own start a block reads, then a boundary where some block starts to read.
-    reaches: list[Reach] = []
+    reaches: list[BlockSpans] = []
     run(planted(1024), epsilon, reaches)
     block = next(n for n, first in enumerate(reaches[0].first) if first >= 2048)
     begin = reaches[0].first[block] - int(reaches[0].keys[0, block])
@@ -281,10 +281,10 @@ def test_norms_are_never_too_small(seed: int, exponent: int, width: int) -> None
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=8), st.integers(0, 99))
 def test_the_ball_holds_all_keys_before_a_position(sizes: list[int], seed: int) -> None:
     keys = noise(seed, 2, sum(sizes), 4) * torch.linspace(0.1, 3, sum(sizes)).unsqueeze(-1)
-    ball = KeyBall(keys[:, : sizes[0]])
+    ball = KeyNormBound(keys[:, : sizes[0]])
     for part in keys.split(sizes, dim=1):
         ball.add(part)
-    offsets = (keys - ball.centre.unsqueeze(1)).double().norm(dim=-1)
+    offsets = (keys - ball.center.unsqueeze(1)).double().norm(dim=-1)
     for position in {0, 1, 63, 64, 65, sum(sizes) // 2, sum(sizes)}:
         if position > sum(sizes):
             continue
@@ -307,16 +307,14 @@ def test_epsilon_zero_is_dense_and_mistakes_are_refused() -> None:
     problem = plain(1000)
     parts = (problem.q[None], problem.k[None], problem.v[None])
     dense = attention(*parts, slopes=problem.slopes)
-    assert torch.equal(horizon_attention(*parts, slopes=problem.slopes, epsilon=0), dense)
+    assert torch.equal(pruned_attention(*parts, slopes=problem.slopes, epsilon=0), dense)
     for epsilon in (-1e-6, 1.0, math.nan):
         with pytest.raises(ValueError, match="epsilon"):
-            horizon_attention(*parts, slopes=problem.slopes, epsilon=epsilon)
+            pruned_attention(*parts, slopes=problem.slopes, epsilon=epsilon)
     with pytest.raises(ValueError, match="gradient"):
-        horizon_attention(
-            parts[0].requires_grad_(), *parts[1:], slopes=problem.slopes, epsilon=1e-6
-        )
+        pruned_attention(parts[0].requires_grad_(), *parts[1:], slopes=problem.slopes, epsilon=1e-6)
 
 
 def test_prior_horizon_is_the_published_example() -> None:
-    assert prior_horizon(10, 1 / 2, 1e-6) == 68
-    assert prior_horizon(10, 1 / 256, 1e-6) == 8657
+    assert prior_attention_span(10, 1 / 2, 1e-6) == 68
+    assert prior_attention_span(10, 1 / 256, 1e-6) == 8657

@@ -13,20 +13,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from alibi_lm.kernels.amx.attention import BLOCK, first_keys
+from alibi_lm.kernels.amx.attention import BLOCK, amx_first_key_per_block
 from alibi_lm.kernels.amx.build import unavailable
 from alibi_lm.model.attention import dispatch as table
 from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.decoder import Decoder
-from alibi_lm.model.layers import set_attention_epsilon
+from alibi_lm.model.layers import set_pruning_tolerance
 from alibi_lm.model.pruning import sdpa_block_sparse
-from alibi_lm.model.pruning.block_bounds import block_starts
-from alibi_lm.model.pruning.sdpa_block_sparse import GRID, horizon_plan
+from alibi_lm.model.pruning.block_bounds import first_key_per_block
+from alibi_lm.model.pruning.sdpa_block_sparse import GRID, plan_block_groups
 from alibi_lm.model.slopes import alibi_slopes
 
 DTYPES = [torch.float32, torch.bfloat16]
-KERNELS = [("flash_cpu", torch.float32), ("flash_cpu", torch.bfloat16),
-           ("native_cpu", torch.bfloat16)]  # fmt: skip
+KERNELS = [("sdpa_cpu", torch.float32), ("sdpa_cpu", torch.bfloat16),
+           ("amx", torch.bfloat16)]  # fmt: skip
 WIDTH = 16
 
 
@@ -142,13 +142,13 @@ def exact(case: Case) -> Exact:
     return Exact([output, dq, dk, dv], [bound, bound_q, bound_k, bound_v])
 
 
-def results(case: Case, epsilon: float, kernel: str = "flash_cpu") -> list[Tensor]:
+def results(case: Case, epsilon: float, kernel: str = "sdpa_cpu") -> list[Tensor]:
     leaves = [x[None].clone().requires_grad_() for x in (case.q, case.k, case.v)]
     output = table.attention(*leaves, slopes=case.slopes, epsilon=epsilon, kernel=kernel)
     return [x[0].double() for x in (output, *torch.autograd.grad(output, leaves, case.grad[None]))]
 
 
-def check(case: Case, *epsilons: float, parts: range = range(4), kernel: str = "flash_cpu") -> None:
+def check(case: Case, *epsilons: float, parts: range = range(4), kernel: str = "sdpa_cpu") -> None:
     """Errors of vectors: the bound, and twice the largest that the dense path has."""
     right, dense = exact(case), results(case, 0.0, kernel)
     for epsilon in epsilons:
@@ -167,13 +167,13 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sdpa_block_sparse, "BLOCK", 256)
     monkeypatch.setattr(sdpa_block_sparse, "LEAST_QUERIES", 600)
     monkeypatch.setattr(sdpa_block_sparse, "WORTH", 2.0)
-    monkeypatch.setattr(table, "NATIVE_LEAST_QUERIES", 600)
-    monkeypatch.setattr(table, "NATIVE_WORTH", 0.0)
+    monkeypatch.setattr(table, "AMX_MIN_QUERIES", 600)
+    monkeypatch.setattr(table, "AMX_MIN_PRUNED_SHARE", 0.0)
 
 
 def skip_without(kernel: str) -> None:
     """Skip where this CPU has no such kernel."""
-    if kernel == "native_cpu" and (reason := unavailable()):
+    if kernel == "amx" and (reason := unavailable()):
         pytest.skip(reason)
 
 
@@ -183,8 +183,8 @@ def skip_without(kernel: str) -> None:
 def test_output_and_gradients_keep_their_bounds(kind: str, kernel: str, dtype: torch.dtype) -> None:
     skip_without(kernel)
     case = KINDS[kind](1100).to(dtype)
-    assert horizon_plan(case.q[None], case.k[None], case.slopes, 1e-2)
-    if kernel == "native_cpu":
+    assert plan_block_groups(case.q[None], case.k[None], case.slopes, 1e-2)
+    if kernel == "amx":
         starts = table._native_starts(case.q[None], case.k[None], case.slopes, 1e-2)
         assert starts is not None
         assert kind == "equal scores" or (starts > 0).any()
@@ -198,10 +198,10 @@ def test_blocks_as_shipped(
     skip_without(kernel)
     monkeypatch.setattr(sdpa_block_sparse, "LEAST_QUERIES", 4096)
     case = plain(4096, heads=3, kv_heads=1).to(dtype)
-    plan = horizon_plan(case.q[None], case.k[None], case.slopes, 1e-6)
+    plan = plan_block_groups(case.q[None], case.k[None], case.slopes, 1e-6)
     assert plan
     assert sum(piece.pairs for piece in plan) <= 0.6 * 3 * 4096**2 / 2
-    if kernel == "native_cpu":
+    if kernel == "amx":
         starts = table._native_starts(case.q[None], case.k[None], case.slopes, 1e-6)
         assert starts is not None
         assert (starts[..., -1] > 0).any()
@@ -261,7 +261,7 @@ def cases(draw: st.DrawFn) -> Case:
 @settings(max_examples=60, deadline=None)
 @given(cases(), st.sampled_from([0.3, 1e-3, 1e-9]), st.sampled_from([64, 100, 256]))
 def test_nothing_breaks_the_bound(case: Case, epsilon: float, block: int) -> None:
-    starts = block_starts(case.q[None], case.k[None], case.slopes, epsilon, block)[0]
+    starts = first_key_per_block(case.q[None], case.k[None], case.slopes, epsilon, block)[0]
     assert (starts >= 0).all()
     assert far_mass(case, starts, block) <= epsilon
 
@@ -269,36 +269,36 @@ def test_nothing_breaks_the_bound(case: Case, epsilon: float, block: int) -> Non
 @settings(max_examples=60, deadline=None)
 @given(cases(), st.sampled_from([0.3, 1e-3, 1e-9]))
 def test_nothing_breaks_the_native_bound(case: Case, epsilon: float) -> None:
-    skip_without("native_cpu")
+    skip_without("amx")
     case = case.to(torch.bfloat16)
-    starts = first_keys(case.q[None], case.k[None], case.slopes, epsilon)[0]
+    starts = amx_first_key_per_block(case.q[None], case.k[None], case.slopes, epsilon)[0]
     assert (starts >= 0).all()
     assert far_mass(case, starts, BLOCK) <= epsilon
 
 
 def test_native_starts_read_less_as_slopes_are_steeper_and_all_of_what_is_not_finite() -> None:
-    skip_without("native_cpu")
+    skip_without("amx")
     case = plain(1000).to(torch.bfloat16)
-    starts = first_keys(case.q[None], case.k[None], case.slopes, 1e-6)[0]
+    starts = amx_first_key_per_block(case.q[None], case.k[None], case.slopes, 1e-6)[0]
     assert (starts[:, -1].diff() <= 0).all()
     assert starts[1, -1] > 500
     assert starts[0, -1] > 800
     case.k[1, 300] = math.nan
-    starts = first_keys(case.q[None], case.k[None], case.slopes, 1e-6)[0]
+    starts = amx_first_key_per_block(case.q[None], case.k[None], case.slopes, 1e-6)[0]
     assert (starts[1, 5:] == 0).all()
     assert (starts[0, 5:] > 0).any()
 
 
 def test_a_native_start_one_block_too_late_is_found_out() -> None:
     """Far keys that are all that the bound allows for: here it is tight."""
-    skip_without("native_cpu")
+    skip_without("amx")
     length, slopes = 1536, (1 / 16,)
     case = Case(torch.ones(1, length, WIDTH), torch.zeros(1, length, WIDTH),
                 torch.ones(1, length, WIDTH), torch.ones(1, length, WIDTH), slopes)  # fmt: skip
     case.k[:, :] = 5.0
     case.k[:, 700:] = 0.0
     case = case.to(torch.bfloat16)
-    starts = first_keys(case.q[None], case.k[None], slopes, 1e-3)[0].long()
+    starts = amx_first_key_per_block(case.q[None], case.k[None], slopes, 1e-3)[0].long()
     assert far_mass(case, starts, BLOCK) <= 1e-3
     late = torch.where(starts > 0, (starts + BLOCK).clamp(max=length), starts)
     assert far_mass(case, late, BLOCK) > 1e-3
@@ -322,15 +322,15 @@ def tight(monkeypatch: pytest.MonkeyPatch, short: int) -> Case:
         return Case(same, k, v, grad, slopes)
 
     case = planted(512)
-    begin = int(block_starts(case.q[None], case.k[None], slopes, 1e-3, 256)[0, 0, 3])
+    begin = int(first_key_per_block(case.q[None], case.k[None], slopes, 1e-3, 256)[0, 0, 3])
     begin = begin // GRID * GRID
     assert 0 < begin < 768
 
     def too_short(*arguments: object) -> Tensor:
-        starts = block_starts(*arguments)  # type: ignore[arg-type]
+        starts = first_key_per_block(*arguments)  # type: ignore[arg-type]
         return torch.where(starts > 0, starts + short, starts)
 
-    monkeypatch.setattr(sdpa_block_sparse, "block_starts", too_short)
+    monkeypatch.setattr(sdpa_block_sparse, "first_key_per_block", too_short)
     return planted(begin + short)
 
 
@@ -348,7 +348,7 @@ def test_short_inputs_and_epsilon_zero_are_dense_to_the_bit() -> None:
         for dense, ours in zip(results(case, 0.0), results(case, epsilon), strict=True):
             assert torch.equal(dense, ours)
     parts = (case.q[None], case.k[None], case.v[None])
-    assert horizon_plan(*parts[:2], case.slopes, 1e-3) is None
+    assert plan_block_groups(*parts[:2], case.slopes, 1e-3) is None
     for epsilon in (-1e-6, 1.0, math.nan):
         with pytest.raises(ValueError, match="epsilon"):
             table.attention(*parts, slopes=case.slopes, epsilon=epsilon)
@@ -356,15 +356,15 @@ def test_short_inputs_and_epsilon_zero_are_dense_to_the_bit() -> None:
 
 def test_where_little_is_saved_all_is_read() -> None:
     case = plain(6144)
-    assert horizon_plan(case.q[None], case.k[None], case.slopes, 1e-6)
+    assert plan_block_groups(case.q[None], case.k[None], case.slopes, 1e-6)
     case.k.mul_(100)
-    assert horizon_plan(case.q[None], case.k[None], case.slopes, 1e-6) is None
+    assert plan_block_groups(case.q[None], case.k[None], case.slopes, 1e-6) is None
 
 
 def test_what_is_not_finite_is_read_by_all() -> None:
     case = plain(1000)
     case.k[1, 300] = math.nan
-    starts = block_starts(case.q[None], case.k[None], case.slopes, 1e-3, 100)[0]
+    starts = first_key_per_block(case.q[None], case.k[None], case.slopes, 1e-3, 100)[0]
     assert (starts[1] == 0).all()
     assert (starts[0] > 0).any()
 
@@ -373,8 +373,8 @@ def test_horizons_are_each_heads_own() -> None:
     """So a rank that holds some heads reads as far as one that holds all."""
     case = plain(1500, heads=6, kv_heads=6)
     q, k = case.q[None], case.k[None]
-    whole = block_starts(q, k, case.slopes, 1e-6, 256)
-    part = block_starts(q[:, 2:4], k[:, 2:4], case.slopes[2:4], 1e-6, 256)
+    whole = first_key_per_block(q, k, case.slopes, 1e-6, 256)
+    part = first_key_per_block(q[:, 2:4], k[:, 2:4], case.slopes[2:4], 1e-6, 256)
     assert torch.equal(whole[:, 2:4], part)
 
 
@@ -384,7 +384,7 @@ def test_a_model_in_training_and_its_activations_computed_again() -> None:
     tokens = torch.randint(50, (2, 1201), generator=torch.Generator().manual_seed(1))
 
     def gradients(epsilon: float, again: bool) -> list[Tensor]:
-        set_attention_epsilon(model, epsilon)
+        set_pruning_tolerance(model, epsilon)
         model.activation_checkpointing = again
         loss = model(tokens[:, :-1], tokens[:, 1:]).mean()
         return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]

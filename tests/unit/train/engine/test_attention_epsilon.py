@@ -1,4 +1,4 @@
-"""train.attention_epsilon reaches the model that is trained."""
+"""train.pruning_tolerance reaches the model that is trained."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from alibi_lm.config import Config
 from alibi_lm.config_loading import build
 from alibi_lm.model.decoder import Decoder
 from alibi_lm.model.layers import Attention
-from alibi_lm.parallel.mesh import ALONE, Mesh
+from alibi_lm.parallel.mesh import NO_PARALLEL, Mesh
 from alibi_lm.train.config import TrainConfig
 from alibi_lm.train.engine import base
 from alibi_lm.train.engine.plain import PlainEngine
@@ -29,9 +29,9 @@ def test_the_engine_hands_it_to_every_block(monkeypatch: pytest.MonkeyPatch) -> 
         "run": {"dir": "runs/x"},
         "data": {"corpora": [{"prefix": "x"}]},
         "model": {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "vocab_size": 50},
-        "train": {"attention_epsilon": 1e-4},
+        "train": {"pruning_tolerance": 1e-4},
     }
-    mesh = cast(Mesh, SimpleNamespace(tp=ALONE, pp=ALONE, dp=ALONE))
+    mesh = cast(Mesh, SimpleNamespace(tp=NO_PARALLEL, pp=NO_PARALLEL, dp=NO_PARALLEL))
     PlainEngine(build(Config, tree), {"zero_optimization": {"stage": 1}}, mesh)
     blocks = [module for module in made[0].modules() if isinstance(module, Attention)]
     assert [module.epsilon for module in blocks] == [1e-4, 1e-4]
@@ -39,5 +39,5 @@ def test_the_engine_hands_it_to_every_block(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize(("epsilon", "bad"), [(0.0, 0), (1e-6, 0), (1.0, 1), (-1e-6, 1)])
 def test_it_is_a_probability(epsilon: float, bad: int) -> None:
-    problems = list(TrainConfig(attention_epsilon=epsilon).problems("train."))
-    assert [problem.key for problem in problems] == ["train.attention_epsilon"] * bad
+    problems = list(TrainConfig(pruning_tolerance=epsilon).problems("train."))
+    assert [problem.key for problem in problems] == ["train.pruning_tolerance"] * bad

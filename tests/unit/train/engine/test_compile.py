@@ -39,10 +39,10 @@ def step(model: Decoder, length: int = 64) -> tuple[torch.Tensor, dict[str, torc
 @pytest.mark.parametrize(
     ("dtype", "model"),
     [
-        (torch.float32, {"shape": "mpt", "num_kv_heads": 2}),
-        (torch.bfloat16, {"shape": "bloom"}),
+        (torch.float32, {"architecture": "mpt", "num_kv_heads": 2}),
+        (torch.bfloat16, {"architecture": "bloom"}),
         pytest.param(
-            torch.float32, {"shape": "bloom", "position": "rotary"}, marks=pytest.mark.slow
+            torch.float32, {"architecture": "bloom", "position": "rotary"}, marks=pytest.mark.slow
         ),
     ],
 )

@@ -11,8 +11,8 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from alibi_lm.config import Config
 from alibi_lm.config_loading import build
 from alibi_lm.train.engine.deepspeed_config import (
-    OWNED,
-    PASSED_ON,
+    MANAGED_KEYS,
+    PASSTHROUGH_KEYS,
     accumulation_steps,
     batch_problems,
     block_problems,
@@ -105,7 +105,7 @@ def test_a_right_block_passes() -> None:
 def test_every_passed_on_key_is_one_that_deepspeed_reads() -> None:
     folder = Path(inspect.getfile(deepspeed.runtime.config)).parent.parent
     source = "\n".join(path.read_text(encoding="utf-8") for path in folder.rglob("*.py"))
-    for key in (*PASSED_ON, *OWNED):
+    for key in (*PASSTHROUGH_KEYS, *MANAGED_KEYS):
         assert f'"{key}"' in source or f"'{key}'" in source, key
 
 

@@ -19,10 +19,10 @@ import torch.distributed as dist
 from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.decoder import Decoder
 from alibi_lm.train.fault_tolerance import heartbeat_server
-from alibi_lm.train.fault_tolerance.connection import Link, listen
-from alibi_lm.train.fault_tolerance.failure_detector import Beat, Limits, Verdict
+from alibi_lm.train.fault_tolerance.connection import Connection, listen
+from alibi_lm.train.fault_tolerance.failure_detector import Heartbeat, Limits, Verdict
 from alibi_lm.train.fault_tolerance.heartbeat import COMPUTING, STARTING, Progress
-from alibi_lm.train.fault_tolerance.heartbeat_server import Client, Hub
+from alibi_lm.train.fault_tolerance.heartbeat_server import HeartbeatClient, HeartbeatServer
 from alibi_lm.train.fault_tolerance.watchdog import is_communication_failure
 from alibi_lm.utils.errors import EXIT_LOST, EXIT_NOT_FINITE
 
@@ -41,18 +41,20 @@ class Team:
         self.limits = Limits(silence, None)
         listener = listen()
         self.port = listener.getsockname()[1]
-        self.hub = Hub(listener, TOKEN, HOSTS, self.limits, self.progress[0], self._ends(0))
+        self.hub = HeartbeatServer(
+            listener, TOKEN, HOSTS, self.limits, self.progress[0], self._ends(0)
+        )
         self.clients = [self._client(rank) for rank in (1, 2)]
         for watcher in (self.hub, *self.clients):
             watcher.start()
         self.wait(lambda: len(self.hub._links) == 2)
 
-    def _client(self, rank: int) -> Client:
+    def _client(self, rank: int) -> HeartbeatClient:
         place = ("127.0.0.1", self.port, TOKEN)
-        link = Link.connect("127.0.0.1", self.port, 5.0)
+        link = Connection.connect("127.0.0.1", self.port, 5.0)
         link.send({"rank": rank, "token": TOKEN})
         pids = [os.getpid()] * len(HOSTS)
-        return Client(
+        return HeartbeatClient(
             rank, place, link, HOSTS, pids, self.limits, self.progress[rank], self._ends(rank)
         )
 
@@ -137,7 +139,7 @@ def test_rank_0_silent_is_said_by_the_first_rank_of_each_host(quick: None) -> No
 
 def test_last_words_reach_rank_0_before_the_connection_goes(quick: None) -> None:
     team = Team()
-    team.clients[1].stop(Beat(left=EXIT_NOT_FINITE), 10.0)
+    team.clients[1].stop(Heartbeat(left=EXIT_NOT_FINITE), 10.0)
     ends = sorted([team.end(), team.end()], key=lambda end: end[0])
     assert [end[0] for end in ends] == [0, 1]
     assert {end[1] for end in ends} == {Verdict(EXIT_NOT_FINITE, None)}
@@ -145,7 +147,7 @@ def test_last_words_reach_rank_0_before_the_connection_goes(quick: None) -> None
 
 def test_rank_0_leaving_takes_the_others_along(quick: None) -> None:
     team = Team()
-    team.hub.stop(Beat(left=1, why="ValueError: no"), 10.0)
+    team.hub.stop(Heartbeat(left=1, why="ValueError: no"), 10.0)
     ends = [team.end(), team.end()]
     assert {end[0] for end in ends} == {1, 2}
     for _, verdict, speak in ends:
@@ -184,7 +186,7 @@ def test_strangers_are_not_heard(quick: None) -> None:
 
 def test_a_message_before_the_end_of_a_connection_is_not_lost() -> None:
     with listen() as listener:
-        link = Link.connect("127.0.0.1", listener.getsockname()[1], 5.0)
+        link = Connection.connect("127.0.0.1", listener.getsockname()[1], 5.0)
         one, _ = listener.accept()
     one.sendall(b'{"a": 1}\n{"b"')
     one.sendall(b": 2}\n")
@@ -228,8 +230,8 @@ def test_a_rank_in_a_debugger_is_not_stuck() -> None:
 
 
 def test_messages_are_json_lines() -> None:
-    beat = heartbeat_server.dataclasses.asdict(Beat(3, COMPUTING, 4, failed="x"))
-    assert Beat(**json.loads(json.dumps(beat))) == Beat(3, COMPUTING, 4, failed="x")
+    beat = heartbeat_server.dataclasses.asdict(Heartbeat(3, COMPUTING, 4, failed="x"))
+    assert Heartbeat(**json.loads(json.dumps(beat))) == Heartbeat(3, COMPUTING, 4, failed="x")
 
 
 @pytest.mark.parametrize(

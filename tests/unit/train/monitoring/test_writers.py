@@ -17,7 +17,7 @@ from alibi_lm.config import Config
 from alibi_lm.config_loading import build
 from alibi_lm.train.engine.base import StepResult
 from alibi_lm.train.monitoring.metrics import Metrics
-from alibi_lm.train.monitoring.writers import check_boards, open_boards
+from alibi_lm.train.monitoring.writers import check_writers, open_writers
 from alibi_lm.utils.errors import ConfigError
 
 
@@ -32,7 +32,7 @@ def config(run: Path, **train: Any) -> Config:
 
 def report(config: Config, first: int, last: int, start: int = 0) -> None:
     """Steps `first` to `last` of a run that goes on from step `start`."""
-    metrics = Metrics(Path(config.run.dir), 10, start, open_boards(config, start))
+    metrics = Metrics(Path(config.run.dir), 10, start, open_writers(config, start))
     for step in range(first, last + 1):
         result = StepResult(5.0 - step / 10, grad_norm=1.0, learning_rate=1e-3, skipped=False)
         metrics.log(step, result, tokens=step * 512, tokens_per_step=512, flops_per_token=1e6,
@@ -63,7 +63,7 @@ def test_tensorboard_gets_curves_and_hyperparameters(tmp_path: Path) -> None:
               for key, value in started.hparams.items()}  # fmt: skip
     assert values["train.seed"] == 3
     assert values["train.learning_rate"] == 1e-3
-    assert values["model.shape"] == "mpt"
+    assert values["model.architecture"] == "mpt"
     assert values["train.wandb"] == "None"
 
 
@@ -107,7 +107,7 @@ def test_wandb_gets_curves_and_hyperparameters_and_goes_on_after_a_stop(
     tmp_path: Path, package: StandIn, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = config(tmp_path / "run", wandb={"project": "linear-biases", "group": "seeds"})
-    check_boards(settings)
+    check_writers(settings)
     report(settings, 1, 4)
     report(settings, 3, 5, start=2)
     starts = [values for name, values in package.calls if name == "init"]
@@ -139,18 +139,18 @@ def test_without_wandb_in_the_config_nothing_is_told_to_it(
 def test_a_server_that_cannot_be_reached_is_one_line(tmp_path: Path, package: StandIn) -> None:
     package.fails = "no API key\n configured"
     with pytest.raises(ConfigError, match="wandb cannot start .no API key configured.; log in"):
-        open_boards(config(tmp_path, wandb={"project": "p"}), 0)
+        open_writers(config(tmp_path, wandb={"project": "p"}), 0)
 
 
 def test_a_missing_package_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("alibi_lm.train.monitoring.writers.find_spec", lambda name: None)
     with pytest.raises(ConfigError) as caught:
-        check_boards(config(tmp_path, wandb={"project": "p"}))
+        check_writers(config(tmp_path, wandb={"project": "p"}))
     assert str(caught.value) == (
         "train.wandb.project = p: needs the package wandb, which is not installed; "
         "pip install 'alibi_lm[wandb]', or leave train.wandb out"
     )
-    check_boards(config(tmp_path))
+    check_writers(config(tmp_path))
     with pytest.raises(ConfigError, match="train.wandb.project = : is empty"):
         config(tmp_path, wandb={"project": " "})
 
