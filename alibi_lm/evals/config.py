@@ -47,7 +47,8 @@ class PerplexityConfig:
         """The rules of this section that are broken."""
         yield from _length_problems(self.lengths, f"{key}lengths")
         yield from _positive_problems(self, key, (
-            "max_tokens", "batch_tokens", "stride", "fixed_targets", "truncated_context_targets", "truncated_context_length",
+            "max_tokens", "batch_tokens", "stride", "fixed_targets",
+            "truncated_context_targets", "truncated_context_length",
         ))  # fmt: skip
         if self.seed < 0:
             yield Problem(f"{key}seed", self.seed, "is negative", "give 0 or more")

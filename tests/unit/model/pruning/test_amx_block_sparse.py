@@ -80,7 +80,7 @@ def test_both_kernels_read_and_compute_the_same(
     assert found == [
         "AmxBlockSparseAttention",
         "BlockSparseAttention",
-    ]  # the last block is not a whole one
+    ]
     wide = Tail(start, k.float(), v.float())
     expected, wanted = attend(q[:, 1280:].float(), wide, 1280, slopes, 1e-6)
     assert found[2:] == ["BlockSparseAttention", "BlockSparseAttention"]
