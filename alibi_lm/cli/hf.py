@@ -29,7 +29,7 @@ PARITY = click.option(
 )
 @click.option(
     "--format",
-    "export_spec",
+    "layout",
     type=click.Choice(["mpt", "bloom"]),
     help="Hugging Face class; by default the one that the model's shape fits.",
 )

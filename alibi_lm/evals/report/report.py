@@ -375,5 +375,5 @@ def _export_lines(eval_model: EvalModel) -> list[str]:
     return [
         f"export: {found['folder']}",
         f"  largest logit difference to transformers {differences}; "
-        f"{found['proof']['greedy_tokens_equal']} greedy tokens equal",
+        f"{found['parity']['greedy_tokens_equal']} greedy tokens equal",
     ]

@@ -115,7 +115,7 @@ def export(
         return done
     with atomic_directory(out) as folder:
         facts = _write(step, export_spec, folder, out, wanted, shard_bytes, kind)
-    console.info(f"export {out}: {export_spec.class_name}, {dtype}; {told(facts['proof'])}")
+    console.info(f"export {out}: {export_spec.class_name}, {dtype}; {told(facts['parity'])}")
     return facts
 
 

@@ -106,7 +106,7 @@ def test_a_short_reach_is_called_bounded(step: Any) -> None:
 def test_mistakes_are_named(tmp_path: Path, step: Any, corpus: Path) -> None:
     with pytest.raises(DataError, match="9,000 tokens"):
         run_attention_span(NativeModel(step), AttentionSpanConfig(num_tokens=9000))
-    with pytest.raises(ConfigError, match=r"horizon\.num_tokens"):
+    with pytest.raises(ConfigError, match=r"attention_span\.num_tokens"):
         run_attention_span(NativeModel(step), AttentionSpanConfig(num_tokens=500))
     rotary = fake_step(tmp_path, [corpus], fake_decoder=model(position="rotary"))
     with pytest.raises(ConfigError, match="rotary"):

@@ -249,7 +249,7 @@ def test_the_commands_and_where_they_write(exported: tuple[Step, Path], tmp_path
 def test_the_report_and_horizons_of_an_imported_model(exported: tuple[Step, Path]) -> None:
     _, eval_model, stock = eval_models(exported)
     assert "slope" in write_report(eval_model).read_text()
-    assert "horizon: not measured yet: alibi-lm eval attention-span hf:" in "\n".join(
+    assert "attention_span: not measured yet: alibi-lm eval attention-span hf:" in "\n".join(
         summary_lines(eval_model)
     )
     assert "attention_span" not in "\n".join(summary_lines(stock))
@@ -272,7 +272,7 @@ def test_mistakes_are_named(
     stock = resolve_model(f"hf:{folder}", EvalOptions(engine="hf"))
     with pytest.raises(ConfigError, match="takes another scaling"):
         stock.scorer("fp32", None, {"kind": "linear", "factor": 2})
-    with pytest.raises(ConfigError, match="epsilon = 0.001: only this project's own model"):
+    with pytest.raises(ConfigError, match="pruning_tolerance = 0.001: only this project's own model"):
         stock.scorer("fp32", 0.001)
     bare = tmp_path / "bare"
     write_reference(bare, "bloom", heads=8)

@@ -125,7 +125,7 @@ def test_where_memory_is_short_bits_are_compared_and_the_card_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     step = write_step(tmp_path / "run", {"num_heads": 8, "window": 9})
-    with pytest.raises(ConfigError, match="proof = layers: takes a stock class apart"):
+    with pytest.raises(ConfigError, match="parity = blockwise: takes a stock class apart"):
         export(step, tmp_path / "out", with_code=True, parity="blockwise")
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1 << 20))
     facts = export(step, tmp_path / "out", with_code=True)

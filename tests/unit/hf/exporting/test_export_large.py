@@ -33,7 +33,7 @@ def big_vocabulary(hidden_size: int, num_layers: int, vocab_size: int) -> dict[s
 )
 def test_a_large_export_takes_a_quarter_of_the_model_at_most(
     model: dict[str, Any],
-    export_spec: ShardLayout,
+    layout: ShardLayout,
     moments: bool,
     parity: list[str],
     tmp_path: Path,
@@ -43,7 +43,7 @@ def test_a_large_export_takes_a_quarter_of_the_model_at_most(
     wanted += 8 * model["vocab_size"] * model["hidden_size"]
     if shutil.disk_usage(tmp_path).free < 1.1 * wanted + 2 * GIB:
         pytest.skip(f"needs {(1.1 * wanted + 2 * GIB) / GIB:.0f} GiB of disk")
-    num_bytes = write_large_step(tmp_path / "run", model, 128, export_spec, moments=moments)
+    num_bytes = write_large_step(tmp_path / "run", model, 128, layout, moments=moments)
     start = watched(["--version"], tmp_path).peak_bytes
     try:
         seen = watched(["export", str(tmp_path / "run"), str(tmp_path / "out"), *parity], tmp_path)

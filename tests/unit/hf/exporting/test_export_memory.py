@@ -44,14 +44,14 @@ def watch():
         peak = max(peak, anonymous())
 
 stock_class("MptForCausalLM")
-first, out, proof = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+first, out, parity = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 start = anonymous()
 watcher = threading.Thread(target=watch)
 watcher.start()
 if sys.argv[4] == "export":
-    export(open_run(first), out, proof=proof, shard_bytes=50_000_000)
+    export(open_run(first), out, parity=parity, shard_bytes=50_000_000)
 else:
-    import_folder(first, out, proof=proof)
+    import_folder(first, out, parity=parity)
 done.set()
 watcher.join()
 print(json.dumps({"peak": peak - start}))
