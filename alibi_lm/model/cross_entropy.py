@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from alibi_lm.kernels.amx.build import unavailable
-from alibi_lm.kernels.amx.linear import add_weight_gradient, weight_gradient
+from alibi_lm.kernels import backend_for
+from alibi_lm.kernels.linear import add_weight_gradient, weight_gradient
 
 IGNORED = -100
 """A target of this value has loss 0 and no gradient."""
@@ -54,8 +54,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, keep: bool) -> Tensor:
         rows = max(ROWS_AT_ONCE, LOGITS_AT_ONCE // weight.shape[0])
         losses = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
-        ctx.native = hidden.device.type == "cpu" and hidden.dtype == torch.bfloat16
-        ctx.native = ctx.native and unavailable() is None
+        ctx.backend = backend_for(hidden)
         kept, logsumexps = [], []
         for part, labels, out in zip(
             hidden.split(rows), targets.split(rows), losses.split(rows), strict=True
@@ -63,8 +62,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             logits = F.linear(part, weight)
             if keep:
                 kept.append(logits)
-            if ctx.native:
-                logsumexps.append(torch.ops.alibi_lm.loss_forward(logits, labels, out))
+            if ctx.backend:
+                logsumexps.append(ctx.backend.loss_forward(logits, labels, out))
             else:
                 _losses(logits, labels, out)
         ctx.rows = rows
@@ -89,8 +88,8 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
         logits = kept[index] if kept else F.linear(part, weight)
         # Logits that were made again are nobody else's: their gradient takes their place.
         d_logits = torch.empty_like(logits) if kept else logits
-        if ctx.native:
-            torch.ops.alibi_lm.loss_backward(logits, labels, logsumexps[index], scale, d_logits)
+        if ctx.backend:
+            ctx.backend.loss_backward(logits, labels, logsumexps[index], scale, d_logits)
         else:
             _logit_gradients(logits, labels, scale, d_logits)
         torch.mm(d_logits, weight, out=out)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from alibi_lm.kernels.amx.split import split
 from alibi_lm.model.attention.dispatch import attention
+from alibi_lm.model.attention.qkv_split import split
 from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.inference.kv_cache import LayerKVCache
 from alibi_lm.model.inference.pruned_kv_cache import PrunedKVLayer

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from alibi_lm.kernels.amx.linear import linear
+from alibi_lm.kernels.linear import linear
 from alibi_lm.parallel.mesh import ParallelDim
 from alibi_lm.parallel.shard import Interval, Shard, mark
 

@@ -313,6 +313,14 @@ def test_only_the_console_prints() -> None:
     assert found <= PRINTERS
 
 
+def test_compiled_kernels_are_imported_by_their_registry_only() -> None:
+    backends = {name for name in NAMES if name.startswith("kernels.amx")}
+    assert "kernels.amx" in backends
+    for path in MODULES:
+        if not module_name(path).startswith("kernels"):
+            assert not library_imports(path) & backends, name_of(path)
+
+
 def test_only_the_pipeline_knows_deepspeeds_pipeline() -> None:
     found = {
         module_name(path)

@@ -15,9 +15,9 @@
 #include <tuple>
 
 #include "backward.h"
+#include "block_starts.h"
 #include "forward.h"
 #include "loss.h"
-#include "reach.h"
 #include "weight_gradient.h"
 
 namespace {
@@ -64,7 +64,7 @@ void check_starts(const std::optional<Tensor>& starts, const Tensor& q) {
 
 Tensor find_starts(const Tensor& q, const Tensor& k, at::ArrayRef<double> slopes, double epsilon) {
   check(q, k, k, slopes);
-  TORCH_CHECK(!slopes.empty() && epsilon > 0 && epsilon < 1, "attention: horizons need slopes");
+  TORCH_CHECK(!slopes.empty() && epsilon > 0 && epsilon < 1, "attention: pruning needs slopes");
   const int64_t heads = q.size(1), length = q.size(2), group = heads / k.size(1);
   Tensor starts = at::empty({q.size(0), heads, (length + kQueries - 1) / kQueries},
                             q.options().dtype(at::kInt));

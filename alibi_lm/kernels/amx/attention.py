@@ -1,4 +1,4 @@
-"""The compiled kernel behind autograd."""
+"""The compiled attention kernel behind autograd."""
 
 from __future__ import annotations
 
@@ -8,32 +8,31 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from alibi_lm.kernels.amx.build import unavailable
+from alibi_lm.kernels.amx.build import unavailable_reason
 
 BLOCK = 64
 """Queries of a block: `kQueries` of the C++."""
-FEWEST_QUERIES = 16
-"""The kernel takes 64 queries at a time; with less than this, most of its work would be thrown
-away."""
-FEWEST_ROWS = 512
-"""Its backward pass starts from the output rounded to bf16. That averages out over many rows, but
-with as few as this could be as large as the gradient."""
-MOST_KEYS = 1 << 24
-"""Up to here fp32 holds every distance exactly."""
+MIN_QUERIES = 16
+"""The kernel computes 64 queries at a time; with fewer than this, most of that would be wasted."""
+MIN_ROWS = 512
+"""The backward pass starts from the output rounded to bf16. The error averages out over many rows,
+but with as few as this it could be as large as the gradient."""
+MAX_KEYS = 1 << 24
+"""fp32 holds every smaller distance exactly."""
 
 
 def unsupported_reason(q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    """Why the kernel cannot serve these tensors of `attention.attention`, or None."""
+    """See `Backend.attention_unsupported_reason`."""
     if q.shape[-1] % 2:
         return f"a head width of {q.shape[-1]}"
-    if q.shape[2] < FEWEST_QUERIES or q.shape[0] * q.shape[1] * q.shape[2] <= FEWEST_ROWS:
+    if q.shape[2] < MIN_QUERIES or q.shape[0] * q.shape[1] * q.shape[2] <= MIN_ROWS:
         return f"as few queries as {q.shape[2]}"
-    if k.shape[2] >= MOST_KEYS:
+    if k.shape[2] >= MAX_KEYS:
         return f"{k.shape[2]} keys"
-    return unavailable()
+    return unavailable_reason()
 
 
-def amx_attention(
+def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -41,47 +40,32 @@ def amx_attention(
     window: int | None,
     starts: Tensor | None = None,
 ) -> Tensor:
-    """Attention of `attention.attention` without learned bias.
-
-    Args:
-        q: [B, H, Tq, D] in bf16, D even.
-        k, v: [B, KV, Tk, D].
-        slopes: H slopes or None.
-        window: keys that a query sees, or None.
-        starts: int32 [B, H, blocks of `BLOCK` queries], keys before which a block need not read;
-            forward and backward pass leave out the same ones. None reads all.
-
-    Returns:
-        [B, H, Tq, D], whose memory lies as [B, Tq, H, D].
-    """
+    """See `Backend.attention`; the result's memory lies as [B, Tq, H, D]."""
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    return _Native.apply(q, k, v, slopes or (), window or 0, starts)
+    return _AmxAttention.apply(q, k, v, slopes or (), window or 0, starts)
 
 
-def amx_first_key_per_block(
-    q: Tensor, k: Tensor, slopes: tuple[float, ...], epsilon: float
-) -> Tensor:
-    """`amx_attention`'s starts, such that each row leaves out at most epsilon of itself.
+def attention_with_logsumexp(
+    q: Tensor, k: Tensor, v: Tensor, slopes: tuple[float, ...], starts: Tensor
+) -> tuple[Tensor, Tensor]:
+    """See `Backend.attention_with_logsumexp`; last dimensions are contiguous."""
+    output, logsumexp = torch.ops.alibi_lm.attention_forward(q, k, v, slopes, 0, starts)
+    return output, logsumexp
 
-    From norms and each row's own score alone, in time linear in the length (`reach.h` has the
-    bound).
 
-    Args:
-        q: [B, H, Tq, D] in bf16.
-        k: [B, KV, Tk, D].
-        slopes: H slopes, all above 0.
-        epsilon: above 0 and below 1.
+def first_key_per_block(q: Tensor, k: Tensor, slopes: tuple[float, ...], epsilon: float) -> Tensor:
+    """See `Backend.first_key_per_block`; `block_starts.h` has the bound.
 
     Raises:
-        RuntimeError: this machine has no such kernel.
+        RuntimeError: the kernel is not available on this machine.
     """
-    if reason := unavailable():
+    if reason := unavailable_reason():
         raise RuntimeError(f"no compiled kernel: {reason}")
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q.detach(), k.detach()))
     return torch.ops.alibi_lm.attention_starts(q, k, slopes, epsilon)
 
 
-class _Native(torch.autograd.Function):
+class _AmxAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,

@@ -1,8 +1,8 @@
-"""Compiling the kernel's C++ once a machine, with the compiler that DeepSpeed's own kernels use.
+"""Compiles the kernels' C++ once a machine, with the compiler that DeepSpeed's own kernels use.
 
-The library lies where torch keeps compiled extensions, under a name made of everything that it
-depends on, so a change of source, torch or compiler makes a new one and a shared home can serve
-unlike hosts.
+The library is stored where torch keeps compiled extensions, under a name hashed from everything it
+depends on: a change of source, torch or compiler makes a new one, and a shared home directory can
+serve hosts that differ.
 """
 
 from __future__ import annotations
@@ -24,21 +24,20 @@ from torch.utils import cpp_extension
 from alibi_lm.utils.logging import console
 
 SOURCES = Path(__file__).parent
-FLAGS = ("-std=c++20", "-O3", "-fPIC", "-fopenmp", "-Wno-ignored-attributes",
-         "-mavx512f", "-mavx512dq", "-mavx512bw", "-mavx512vl", "-mavx512bf16",
-         "-mfma")  # fmt: skip
+FLAGS = ("-std=c++20", "-O3", "-fPIC", "-fopenmp", "-Wno-ignored-attributes")
+CPU_FEATURES = ("avx512f", "avx512dq", "avx512bw", "avx512vl", "avx512bf16", "fma")
 COMPILE_SECONDS = 600.0
 _ELF = struct.Struct("<4s36xQ10xHH2x")
-"""Magic, and offset, entry size and count of the table of sections, in the header of ELF-64."""
+"""Header of ELF-64: the magic, and the offset, entry size and count of the section table."""
 
 
 @cache
-def unavailable() -> str | None:
-    """Why this machine has no such kernel, or None once it is compiled and loaded.
+def unavailable_reason() -> str | None:
+    """Why the library is not available on this machine, or None once it is compiled and loaded.
 
-    A machine that could have it and has no compiler is told so once.
+    Where the CPU has AMX and compiling or loading fails, a warning is logged once.
     """
-    if not _has_instructions():
+    if not has_instructions():
         return "no AMX"
     compiler = cpp_extension.get_cxx_compiler()
     try:
@@ -49,37 +48,38 @@ def unavailable() -> str | None:
         last = error.stderr.strip().splitlines()[-1:] or [f"exit code {error.returncode}"]
         reason = f"its C++ does not compile here ({last[0]})"
     except (OSError, subprocess.TimeoutExpired) as error:
-        reason = f"its library cannot be made or loaded ({error})"
+        reason = f"its library cannot be built or loaded ({error})"
     else:
         return None
     console.warn(f"attention: torch's slower kernel is used on this CPU: {reason}")
     return reason
 
 
-def _has_instructions() -> bool:
+def has_instructions() -> bool:
+    """Whether this CPU has AMX and AVX-512 with bf16."""
     capabilities = torch.backends.cpu.get_cpu_capability()
     tiles = torch.cpu._is_amx_tile_supported() and torch.cpu._is_avx512_bf16_supported()
     return capabilities.startswith("AVX512") and bool(tiles)
 
 
 def _library(compiler: str) -> Path:
-    """The compiled library; made if it is not there whole, by one process while others wait."""
+    """The compiled library; if missing or truncated, one process compiles it while others wait."""
     # TORCH_EXTENSIONS_DIR, or a folder of this Python's in the user's cache.
     folder = Path(cpp_extension._get_build_directory("alibi_lm", verbose=False))
     path = folder / f"attention_{_fingerprint(compiler)}.so"
-    if _whole(path):
+    if _is_complete(path):
         return path
     with (folder / f"{path.stem}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not _whole(path):
+        if not _is_complete(path):
             _compile(compiler, path)
     return path
 
 
-def _whole(path: Path) -> bool:
-    """Whether a library is there to its end, where ELF's table of sections lies.
+def _is_complete(path: Path) -> bool:
+    """Whether the file extends to the end of its ELF section table, which comes last.
 
-    A full disk or a lost machine can leave one cut short, which ends the process that loads it.
+    A full disk or a crash can leave a truncated library, which would kill the process loading it.
     """
     if not path.exists():
         return False
@@ -103,24 +103,26 @@ def _fingerprint(compiler: str) -> str:
 def _arguments() -> list[str]:
     includes = [*cpp_extension.include_paths("cpu"), sysconfig.get_paths()["include"]]
     abi = int(torch.compiled_with_cxx11_abi())
-    return [*FLAGS, f"-D_GLIBCXX_USE_CXX11_ABI={abi}", *(f"-isystem{path}" for path in includes)]
+    features = (f"-m{feature}" for feature in CPU_FEATURES)
+    system = (f"-isystem{path}" for path in includes)
+    return [*FLAGS, *features, f"-D_GLIBCXX_USE_CXX11_ABI={abi}", *system]
 
 
 def _compile(compiler: str, path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         compiled, partial = f"{folder}/attention.o", f"{folder}/{path.name}"
         source = str(SOURCES / "attention.cpp")
-        # Linked in a step of its own, without OpenMP: its functions are those of the copy that
-        # torch has loaded. A second one would bring threads that spin on the same cores.
+        # Linked separately, without OpenMP, so that it uses the copy that torch has loaded. A
+        # second one would bring threads that spin on the same cores.
+        libraries = [f"-L{cpp_extension.TORCH_LIB_PATH}", "-ltorch", "-ltorch_cpu", "-lc10"]
         steps = [
             [compiler, *_arguments(), "-c", source, "-o", compiled],
-            [compiler, "-shared", compiled, f"-L{cpp_extension.TORCH_LIB_PATH}", "-ltorch",
-             "-ltorch_cpu", "-lc10", "-o", partial],
-        ]  # fmt: skip
+            [compiler, "-shared", compiled, *libraries, "-o", partial],
+        ]
         for step in steps:
             subprocess.run(
                 step, capture_output=True, text=True, check=True, timeout=COMPILE_SECONDS
             )
         with Path(partial).open("rb") as file:
-            os.fsync(file.fileno())  # or a machine lost soon after is left with an empty one
+            os.fsync(file.fileno())  # so that a crash soon after does not leave an empty file
         Path(partial).replace(path)

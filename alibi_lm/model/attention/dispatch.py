@@ -13,12 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from alibi_lm.kernels.amx.attention import (
-    BLOCK,
-    amx_attention,
-    amx_first_key_per_block,
-    unsupported_reason,
-)
+from alibi_lm import kernels
 from alibi_lm.model.attention import flash_attn, flex
 from alibi_lm.model.attention.eager import eager_attention
 from alibi_lm.model.attention.sdpa_cpu import sdpa_cpu_attention
@@ -117,7 +112,9 @@ def _native(q: Tensor, k: Tensor, v: Tensor, request: AttentionRequest) -> Tenso
     starts = None
     if request.slopes and request.epsilon > 0 and request.window is None:
         starts = _native_starts(q, k, request.slopes, request.epsilon)
-    return amx_attention(q, k, v, request.slopes, request.window, starts)
+    backend = kernels.backend()
+    assert backend is not None
+    return backend.attention(q, k, v, request.slopes, request.window, starts)
 
 
 def _native_starts(
@@ -127,14 +124,16 @@ def _native_starts(
 
     Longer sequences are worth the tighter bound of `reach`, which costs several times as much.
     """
+    backend = kernels.backend()
+    assert backend is not None
     num_queries, num_keys = q.shape[2], k.shape[2]
     if num_queries < AMX_MIN_QUERIES or min(slopes) <= 0:
         return None
     if num_queries < AMX_TIGHT_BOUND_MIN_QUERIES:
-        starts = amx_first_key_per_block(q, k, slopes, epsilon)
+        starts = backend.first_key_per_block(q, k, slopes, epsilon)
     else:
-        starts = first_key_per_block(q, k, slopes, epsilon, BLOCK).int()
-    before = torch.arange(num_keys - num_queries, num_keys, BLOCK)
+        starts = first_key_per_block(q, k, slopes, epsilon, backend.block).int()
+    before = torch.arange(num_keys - num_queries, num_keys, backend.block)
     left_out = starts.sum() / (before.sum() * starts.shape[0] * starts.shape[1])
     return starts if float(left_out) >= AMX_MIN_PRUNED_SHARE else None
 
@@ -153,6 +152,13 @@ def _eager(q: Tensor, k: Tensor, v: Tensor, request: AttentionRequest) -> Tensor
     return eager_attention(q, k, v, request.slopes, request.window, request.bias)
 
 
+def _backend_unsupported_reason(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    backend = kernels.backend()
+    if backend is None:
+        return kernels.unavailable_reason()
+    return backend.attention_unsupported_reason(q, k, v)
+
+
 _HALF = frozenset({torch.bfloat16, torch.float16})
 
 # In order of preference; "amx" is compiled where it is first used. None has been run on a
@@ -164,7 +170,7 @@ KERNELS: dict[str, AttentionKernel] = {
         frozenset({torch.bfloat16}),
         window=True,
         pruning=True,
-        tensors_unsupported_reason=unsupported_reason,
+        tensors_unsupported_reason=_backend_unsupported_reason,
     ),
     "flash_attn": AttentionKernel(
         _flash_attn,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from alibi_lm.kernels.amx import attention as native
+from alibi_lm import kernels
 from alibi_lm.model.pruning.block_sparse import BLOCK, LOCAL_KEYS, BlockSparseAttention
 
 
@@ -17,7 +17,10 @@ def amx_unsupported_reason(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     """Why the compiled kernel cannot serve queries [H, n, D] and their keys [KV, N, D], or None."""
     if q.dtype != torch.bfloat16:
         return f"{q.dtype}"
-    return native.unsupported_reason(q[None], k[None], v[None])
+    backend = kernels.backend()
+    if backend is None:
+        return kernels.unavailable_reason()
+    return backend.attention_unsupported_reason(q[None], k[None], v[None])
 
 
 class AmxBlockSparseAttention(BlockSparseAttention):
@@ -28,7 +31,9 @@ class AmxBlockSparseAttention(BlockSparseAttention):
         first = int(self.near[0])
         _, self.lse = self._read(first, self.near.expand(self.num_heads, -1))
         # The kernel starts at multiples of its own block.
-        return LOCAL_KEYS + self.size + native.BLOCK
+        backend = kernels.backend()
+        assert backend is not None
+        return LOCAL_KEYS + self.size + backend.block
 
     def _read_on(self, begin: Tensor) -> None:
         """Everything at hand from `begin` [H, blocks] on."""
@@ -39,14 +44,16 @@ class AmxBlockSparseAttention(BlockSparseAttention):
 
         Positions below `first`, the first that the kernel is given, are not needed.
         """
+        backend = kernels.backend()
+        assert backend is not None
         stop = self.begins[-1] + self.size - self.source.start
         keys, values = (
             x[None, :, first - self.source.start : stop]
             for x in (self.source.keys, self.source.values)
         )
-        starts = (begin - first).to(torch.int32).repeat_interleave(BLOCK // native.BLOCK, dim=1)
-        output, logsumexp = torch.ops.alibi_lm.attention_forward(
-            self.q.flatten(1, 2)[None], keys, values, self.slopes, 0, starts[None]
+        starts = (begin - first).to(torch.int32).repeat_interleave(BLOCK // backend.block, dim=1)
+        output, logsumexp = backend.attention_with_logsumexp(
+            self.q.flatten(1, 2)[None], keys, values, self.slopes, starts[None]
         )
         shape = (self.count, self.size)
         return output[0].unflatten(1, shape), logsumexp[0].unflatten(1, shape)

@@ -2,6 +2,6 @@
 
 import pytest
 
-from alibi_lm.kernels.amx import build
+from alibi_lm import kernels
 
-needs_amx = pytest.mark.skipif(not build._has_instructions(), reason="this CPU has no AMX")
+needs_amx = pytest.mark.skipif(kernels.backend() is None, reason="this CPU has no AMX")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from alibi_lm.kernels.amx.attention import FEWEST_QUERIES
+from alibi_lm.kernels.amx.attention import MIN_QUERIES
 from alibi_lm.model.attention.dispatch import KERNELS, attention
 from alibi_lm.model.slopes import alibi_slopes
 from tests.unit.kernels.needs_amx import needs_amx
@@ -163,7 +163,7 @@ def test_what_it_cannot_do_goes_to_another_kernel() -> None:
     assert kernel.tensors_unsupported_reason is not None
     wide = torch.zeros(1, 64, 64, 16, dtype=torch.bfloat16)
     odd = torch.zeros(1, 64, 64, 15, dtype=torch.bfloat16)
-    few = wide[:, :, : FEWEST_QUERIES - 1]
+    few = wide[:, :, : MIN_QUERIES - 1]
     assert kernel.tensors_unsupported_reason(wide, wide, wide) is None
     assert kernel.tensors_unsupported_reason(odd, odd, odd) == "a head width of 15"
     assert kernel.tensors_unsupported_reason(few, wide, wide) == "as few queries as 15"

@@ -21,9 +21,9 @@ pytestmark = needs_amx
 def _anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """A machine on which nothing has been compiled."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
-    build.unavailable.cache_clear()
+    build.unavailable_reason.cache_clear()
     yield
-    build.unavailable.cache_clear()
+    build.unavailable_reason.cache_clear()
 
 
 def a_compiler(folder: Path, script: str) -> str:
@@ -40,7 +40,7 @@ def a_compiler(folder: Path, script: str) -> str:
         (None, "no C++ compiler"),
         ("[ $1 = --version ] || { echo old flags >&2; exit 3; }", "does not compile here (old"),
         ("[ $1 = --version ] || exit 3", "does not compile here (exit code 3)"),
-        ("exit 0", "cannot be made or loaded"),
+        ("exit 0", "cannot be built or loaded"),
     ],
 )
 def test_without_it_attention_takes_torchs_kernel_and_says_so(
@@ -107,7 +107,7 @@ def test_a_change_of_source_is_another_library(
 
 def test_the_library_brings_no_threads_of_its_own() -> None:
     """A second OpenMP would spin on the cores of the first."""
-    assert build.unavailable() is None
+    assert build.unavailable_reason() is None
     path = build._library(cpp_extension.get_cxx_compiler())
     needed = subprocess.run(["ldd", str(path)], capture_output=True, text=True, check=True).stdout
     assert "libgomp.so.1 " not in needed

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from alibi_lm.kernels.amx.linear import add_weight_gradient, linear, weight_gradient
+from alibi_lm.kernels.linear import add_weight_gradient, linear, weight_gradient
 from alibi_lm.model.cross_entropy import IGNORED, linear_cross_entropy
 from tests.unit.kernels.needs_amx import needs_amx
 

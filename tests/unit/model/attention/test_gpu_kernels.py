@@ -18,7 +18,7 @@ from torch.nn.attention import flex_attention as torch_flex
 
 from alibi_lm.bench.gpu_check import GpuCheck, exact_results, gpu_check
 from alibi_lm.cli.main import main
-from alibi_lm.kernels.amx.build import unavailable
+from alibi_lm.kernels import unavailable_reason
 from alibi_lm.model.attention import dispatch as table
 from alibi_lm.model.attention import flash_attn, flex
 from alibi_lm.model.attention.dispatch import KERNELS, AttentionRequest, attention
@@ -318,7 +318,7 @@ def test_the_script_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     kernels = [row["kernel"] for row in result["correct"]]
     # flash_cpu has no windows.
     assert (kernels.count("sdpa_cpu"), kernels.count("eager")) == (8, 16)
-    native = [] if unavailable() else ["amx"]  # bf16 alone
+    native = [] if unavailable_reason() else ["amx"]  # bf16 alone
     assert [row["kernel"] for row in result["pruning"]] == ["sdpa_cpu", *native, "sdpa_cpu"]
     assert result["kernels"]["flex"] == result["kernels"]["flash_attn"] == "device cpu"
     assert set(result["timed"][0]["forward_backward"]) == {

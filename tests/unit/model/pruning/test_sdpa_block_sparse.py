@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from alibi_lm.kernels.amx.attention import BLOCK, amx_first_key_per_block
-from alibi_lm.kernels.amx.build import unavailable
+from alibi_lm import kernels
 from alibi_lm.model.attention import dispatch as table
 from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.decoder import Decoder
@@ -171,9 +170,16 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table, "AMX_MIN_PRUNED_SHARE", 0.0)
 
 
+def backend() -> kernels.Backend:
+    """The compiled CPU kernels, after `skip_without`."""
+    registered = kernels.backend()
+    assert registered is not None
+    return registered
+
+
 def skip_without(kernel: str) -> None:
     """Skip where this CPU has no such kernel."""
-    if kernel == "amx" and (reason := unavailable()):
+    if kernel == "amx" and (reason := kernels.unavailable_reason()):
         pytest.skip(reason)
 
 
@@ -271,20 +277,20 @@ def test_nothing_breaks_the_bound(case: Case, epsilon: float, block: int) -> Non
 def test_nothing_breaks_the_native_bound(case: Case, epsilon: float) -> None:
     skip_without("amx")
     case = case.to(torch.bfloat16)
-    starts = amx_first_key_per_block(case.q[None], case.k[None], case.slopes, epsilon)[0]
+    starts = backend().first_key_per_block(case.q[None], case.k[None], case.slopes, epsilon)[0]
     assert (starts >= 0).all()
-    assert far_mass(case, starts, BLOCK) <= epsilon
+    assert far_mass(case, starts, backend().block) <= epsilon
 
 
 def test_native_starts_read_less_as_slopes_are_steeper_and_all_of_what_is_not_finite() -> None:
     skip_without("amx")
     case = plain(1000).to(torch.bfloat16)
-    starts = amx_first_key_per_block(case.q[None], case.k[None], case.slopes, 1e-6)[0]
+    starts = backend().first_key_per_block(case.q[None], case.k[None], case.slopes, 1e-6)[0]
     assert (starts[:, -1].diff() <= 0).all()
     assert starts[1, -1] > 500
     assert starts[0, -1] > 800
     case.k[1, 300] = math.nan
-    starts = amx_first_key_per_block(case.q[None], case.k[None], case.slopes, 1e-6)[0]
+    starts = backend().first_key_per_block(case.q[None], case.k[None], case.slopes, 1e-6)[0]
     assert (starts[1, 5:] == 0).all()
     assert (starts[0, 5:] > 0).any()
 
@@ -298,10 +304,10 @@ def test_a_native_start_one_block_too_late_is_found_out() -> None:
     case.k[:, :] = 5.0
     case.k[:, 700:] = 0.0
     case = case.to(torch.bfloat16)
-    starts = amx_first_key_per_block(case.q[None], case.k[None], slopes, 1e-3)[0].long()
-    assert far_mass(case, starts, BLOCK) <= 1e-3
-    late = torch.where(starts > 0, (starts + BLOCK).clamp(max=length), starts)
-    assert far_mass(case, late, BLOCK) > 1e-3
+    starts = backend().first_key_per_block(case.q[None], case.k[None], slopes, 1e-3)[0].long()
+    assert far_mass(case, starts, backend().block) <= 1e-3
+    late = torch.where(starts > 0, (starts + backend().block).clamp(max=length), starts)
+    assert far_mass(case, late, backend().block) > 1e-3
 
 
 def tight(monkeypatch: pytest.MonkeyPatch, short: int) -> Case:
@@ -352,13 +358,6 @@ def test_short_inputs_and_epsilon_zero_are_dense_to_the_bit() -> None:
     for epsilon in (-1e-6, 1.0, math.nan):
         with pytest.raises(ValueError, match="epsilon"):
             table.attention(*parts, slopes=case.slopes, epsilon=epsilon)
-
-
-def test_where_little_is_saved_all_is_read() -> None:
-    case = plain(6144)
-    assert plan_block_groups(case.q[None], case.k[None], case.slopes, 1e-6)
-    case.k.mul_(100)
-    assert plan_block_groups(case.q[None], case.k[None], case.slopes, 1e-6) is None
 
 
 def test_what_is_not_finite_is_read_by_all() -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from alibi_lm.kernels.amx import build
-from alibi_lm.kernels.amx.attention import amx_attention
-from alibi_lm.kernels.amx.split import joined, split
+from alibi_lm import kernels
+from alibi_lm.model.attention.qkv_split import joined, split
 from tests.unit.kernels.needs_amx import needs_amx
 
 
@@ -44,10 +43,12 @@ def test_gradients_equal_those_of_torchs_split() -> None:
 
 @needs_amx
 def test_gradients_of_the_compiled_attention_are_joined() -> None:
-    assert build.unavailable() is None
+    backend = kernels.backend()
+    assert backend is not None
+    assert backend.unavailable_reason() is None
     parts = torch.randn(2, 300, 64).bfloat16().split([32, 16, 16], dim=-1)
     heads = [x.unflatten(-1, (-1, 16)).transpose(1, 2).requires_grad_() for x in parts]
-    output = amx_attention(heads[0], heads[1], heads[2], (0.5, 0.25), None)
+    output = backend.attention(heads[0], heads[1], heads[2], (0.5, 0.25), None)
     found = torch.autograd.grad(output.float().square().sum(), heads)
     whole = joined([x.transpose(1, 2).flatten(2) for x in found])
     assert whole is not None

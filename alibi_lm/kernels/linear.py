@@ -1,6 +1,6 @@
-"""Linear layers in bf16 on the CPU, whose weight gradients run at the speed of other products.
+"""Linear layers whose bf16 weight gradients on the CPU run at the speed of other products.
 
-A product with a transposed first operand runs at half speed or less in torch's library.
+torch's product with a transposed first operand runs at half speed or less there.
 """
 
 from __future__ import annotations
@@ -12,26 +12,20 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from alibi_lm.kernels.amx.build import unavailable
-
-SMALLEST = 256
-"""Rows and widths below which packing gains nothing."""
-LANES = 16
-"""The values' width must be a multiple of this."""
+from alibi_lm.kernels import backend_for
 
 
 def linear(values: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear`, with the same results and the same gradients up to the order of sums.
 
-    Under torch.compile it is that itself: a product that the compiler sees.
+    Under torch.compile it is `F.linear`: a product that the compiler sees.
     """
-    if torch.compiler.is_compiling() or not (
-        weight.requires_grad
-        and torch.is_grad_enabled()
-        and values.dtype == weight.dtype == torch.bfloat16
-        and values.device.type == "cpu"
-        and not torch.is_autocast_enabled("cpu")
-        and unavailable() is None
+    if (
+        torch.compiler.is_compiling()
+        or not (weight.requires_grad and torch.is_grad_enabled())
+        or values.dtype != weight.dtype
+        or torch.is_autocast_enabled("cpu")
+        or backend_for(values) is None
     ):
         return F.linear(values, weight, bias)
     return _Linear.apply(values, weight, bias)
@@ -39,30 +33,17 @@ def linear(values: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 def weight_gradient(gradient: Tensor, values: Tensor) -> Tensor:
     """gradient^T values [M, K] of gradient [N, M] and values [N, K]."""
-    if not _worth_packing(gradient, values):
-        return gradient.t() @ values
-    result = values.new_empty(gradient.shape[1], values.shape[1])
-    torch.ops.alibi_lm.weight_gradient(gradient, values, result)
-    return result
+    if gradient.dtype == values.dtype and (backend := backend_for(values)):
+        result = values.new_empty(gradient.shape[1], values.shape[1])
+        if backend.weight_gradient(gradient, values, result):
+            return result
+    return gradient.t() @ values
 
 
 def add_weight_gradient(total: Tensor, gradient: Tensor, values: Tensor) -> bool:
     """Add gradient^T values to the fp32 total [M, K] without rounding; False where it cannot."""
-    if not _worth_packing(gradient, values):
-        return False
-    torch.ops.alibi_lm.weight_gradient(gradient, values, total)
-    return True
-
-
-def _worth_packing(gradient: Tensor, values: Tensor) -> bool:
-    return (
-        gradient.dtype == values.dtype == torch.bfloat16
-        and gradient.device.type == "cpu"
-        and min(*gradient.shape, values.shape[1]) >= SMALLEST
-        and values.shape[1] % LANES == 0
-        and gradient.stride(1) == values.stride(1) == 1
-        and unavailable() is None
-    )
+    backend = backend_for(values) if gradient.dtype == values.dtype else None
+    return backend is not None and backend.weight_gradient(gradient, values, total)
 
 
 class _Linear(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Splitting a projection into its parts, whose gradients come back without a copy."""
+"""Splitting a projection into q, k and v without copying their gradients in the backward pass."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch.autograd.function import once_differentiable
 
 
 def split(values: Tensor, widths: Sequence[int]) -> tuple[Tensor, ...]:
-    """`values.split(widths, dim=-1)`, for whose gradients that lie in memory as its parts do, the
-    gradient of values is that memory; torch's joins copies of them.
+    """`values.split(widths, dim=-1)`, without a copy in the backward pass where possible.
 
-    The compiled kernel's gradients of q, k and v lie so.
+    If the parts' gradients already lie side by side in memory, as those of compiled CPU attention
+    do, that memory is the gradient of `values`; torch's own split concatenates copies.
     """
     if (
         torch.compiler.is_compiling()
@@ -27,7 +27,7 @@ def split(values: Tensor, widths: Sequence[int]) -> tuple[Tensor, ...]:
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor | None:
-    """The tensor whose split along the last dimension these are, or None if they are none."""
+    """The tensor that these parts are the split of along the last dimension, or None."""
     first = parts[0]
     offset = first.storage_offset()
     for part in parts:
@@ -41,7 +41,7 @@ def joined(parts: Sequence[Tensor]) -> Tensor | None:
             return None
         offset += part.shape[-1]
     width = offset - first.storage_offset()
-    # Rows further apart would be those of something wider, and closer ones would overlap.
+    # Larger strides mean parts of a wider tensor, smaller ones overlapping rows.
     strides, expected = first.stride(), 1
     for size, stride in zip((*first.shape[:-1], width)[::-1], strides[::-1], strict=True):
         if stride != expected:
