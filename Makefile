@@ -1,16 +1,16 @@
-# Everything a fresh machine needs is set up in .venv on the first call of any target.
+# The first call of any target sets up everything a fresh machine needs in .venv.
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 RUN := runs/demo
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help install demo check format test test-all clean-demo
+.PHONY: help install demo check lint types spelling site format test test-all clean-demo
 
 help:
 	@echo "make demo      corpus, tokenizer, pretraining, long-context evals, export, report"
 	@echo "make test      the test suite (make test-all: with the long matrices)"
-	@echo "make check     lint, format and type check (make format mends the first two)"
+	@echo "make check     lint, format, types, spelling, documentation (make format fixes the first two)"
 
 install: $(INSTALLED)
 
@@ -19,8 +19,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-# Each command finds what it has finished before and skips it, so a second `make demo`, or one
-# after a kill, goes on from there. The demo runs on the CPU whatever the machine has.
+# Re-running skips finished steps; an interrupted demo resumes where it stopped. It runs on the CPU
+# whatever the machine has.
 demo: export DS_ACCELERATOR := cpu
 demo: $(INSTALLED)
 	$(BIN)/alibi-lm prepare data/demo.yaml
@@ -34,10 +34,21 @@ demo: $(INSTALLED)
 clean-demo:
 	rm -rf $(RUN) prepared/demo
 
-check: $(INSTALLED)
+check: lint types spelling site
+
+lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: $(INSTALLED)
 	$(BIN)/mypy
+
+spelling: $(INSTALLED)
+	git ls-files -z | xargs -0 $(BIN)/codespell
+
+# The documentation site, in build/site; any warning or broken link is an error.
+site: $(INSTALLED)
+	$(BIN)/mkdocs build --strict --quiet
 
 format: $(INSTALLED)
 	$(BIN)/ruff format .

@@ -102,8 +102,10 @@ class Rate:
 def product_rate(
     size: Mapping[str, int], num_tokens: int, dtype: torch.dtype = torch.bfloat16
 ) -> Callable[[], Rate]:
-    """A measurement: these products and those of their backward pass, as torch's autograd makes
-    them, into memory that is there already."""
+    """A timed run of these matrix products and of their backward pass.
+
+    The backward products are those of torch's autograd; outputs are allocated beforehand.
+    """
     tensors = []
     for product in products(size, num_tokens):
         values = torch.randn(product.rows, product.inner).to(dtype)

@@ -1,8 +1,8 @@
-"""Megatron-LM's indexed token files: a `.bin` of tokens and an `.idx` that cuts it up.
+r"""Megatron-LM's indexed token files: a `.bin` of tokens and an `.idx` that cuts it up.
 
 Layout of the `.idx` (little endian), after `megatron/core/datasets/indexed_dataset.py`:
 
-    9 bytes   magic "MMIDIDX\\0\\0"
+    9 bytes   magic "MMIDIDX\0\0"
     uint64    version, always 1
     uint8     code of the token type (1 uint8, 2 int8, 3 int16, 4 int32, 5 int64, 8 uint16)
     uint64    number of sequences S

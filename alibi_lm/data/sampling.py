@@ -81,7 +81,8 @@ class Blend:
         seed: int,
         eos_id: int | None = None,
     ) -> None:
-        """
+        """Blend the corpora.
+
         Args:
             corpora: token files and their relative weights.
             sequence_length: tokens that a sample feeds to the model (it holds one more).

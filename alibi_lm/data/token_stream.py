@@ -26,7 +26,8 @@ class TokenStream:
     """
 
     def __init__(self, file: TokenFile, eos_id: int | None) -> None:
-        """
+        """Read a token file as one stream.
+
         Args:
             file: the token file.
             eos_id: the token that ends a document; None leaves the file's tokens as they are.

@@ -240,8 +240,10 @@ class Head(nn.Module):
         self.tied = config.tied_embeddings
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[..., hidden_size] to logits [..., vocab_size], or, tied, to what `Embedding.logits`
-        makes logits of."""
+        """[..., hidden_size] to logits [..., vocab_size].
+
+        Tied: to the normed hidden states, of which `Embedding.logits` makes the logits.
+        """
         normed = self.norm(hidden)
         return normed if self.tied else self.logits(normed)
 

@@ -19,7 +19,7 @@ class RankCoordinate:
 
 @dataclass(frozen=True)
 class Layout:
-    """The degrees of a run's parallelizm.
+    """The degrees of a run's parallelism.
 
     Tensor-parallel ranks are neighbors, because they talk most; then come the data-parallel
     ones; the pipeline stages, which talk least, lie farthest apart:

@@ -1,4 +1,4 @@
-"""The degrees of a run's parallelizm, and the process groups that go with them."""
+"""The degrees of a run's parallelism, and the process groups that go with them."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class Setting:
     layout: Layout
     zero: ZeroSettings
     pipeline_partitioned: bool = True
-    """Whether, with tensor parallelizm, each rank of a stage sends the next stage its share of the
+    """Whether, with tensor parallelism, each rank of a stage sends the next stage its share of the
     activations (and back, of their gradients), which the receivers gather. DeepSpeed's default
     (`pipe_partitioned`, `grad_partitioned`)."""
 

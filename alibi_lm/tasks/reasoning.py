@@ -71,7 +71,8 @@ class ReasoningGenerator:
         self, tasks: Sequence[str], lengths: tuple[int, int], max_tokens: int, seed: int,
         encode: Callable[[str], list[int]],
     ) -> None:  # fmt: skip
-        """
+        """Set what documents are made of.
+
         Args:
             tasks: of TASKS; each problem is of one, drawn evenly.
             lengths: fewest and most items of a problem.

@@ -42,7 +42,8 @@ class Filler:
 
     def __init__(self, text: str, encode: Callable[[str], list[int]],
                  decode: Callable[[Sequence[int]], str]) -> None:  # fmt: skip
-        """
+        """Cut filler from a text.
+
         Args:
             text: what is cut from; from its start on again where it ends.
             encode, decode: text to token ids and back.
@@ -105,7 +106,8 @@ class RecallGenerator:
         self, kinds: Sequence[str], max_tokens: int, dense: float, seed: int, filler: Filler,
         encode: Callable[[str], list[int]],
     ) -> None:  # fmt: skip
-        """
+        """Set what documents are made of.
+
         Args:
             kinds: of KINDS; each document is of one, drawn evenly. One named twice comes twice as
                 often.

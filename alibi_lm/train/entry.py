@@ -85,8 +85,10 @@ def quiet_libraries() -> None:
 
 
 def _thread_failed(failure: threading.ExceptHookArgs) -> None:
-    """What the interpreter does, except for TensorBoard's writer: it raises again when next used,
-    and is told of there in one line."""
+    """Report an uncaught exception of a thread, as the interpreter does.
+
+    TensorBoard's writer is left out: its error is re-raised on the next call and reported there.
+    """
     if type(failure.thread).__name__ != "_AsyncWriterThread":
         threading.__excepthook__(failure)
 

@@ -17,7 +17,8 @@ class Progress:
     """Bytes of text done: a bar on a terminal; elsewhere a line of log every half minute."""
 
     def __init__(self, title: str, total: int | None, done: int = 0) -> None:
-        """
+        """Start at `done` bytes.
+
         Args:
             title: what is being done.
             total: bytes in all; None where that is not known, and then there is no ETA.

@@ -46,7 +46,8 @@ class SourceTokenizer:
     def __init__(
         self, folder: Path, reader: Reader, long_validation: set[str], record_seconds: float
     ) -> None:
-        """
+        """Start writing one source's token files.
+
         Args:
             folder: where the files are made.
             reader: the source from its start.

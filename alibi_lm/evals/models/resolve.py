@@ -13,7 +13,7 @@ def resolve_model(name: str, choices: EvalOptions = DEFAULTS) -> EvalModel:
 
     Args:
         name: a run folder (its newest complete step), a step folder, `hf:FOLDER` or the hub's
-            `hf:ORGANISATION/MODEL[@REVISION]`.
+            `hf:ORGANIZATION/MODEL[@REVISION]`.
         choices: the user's.
 
     Raises:

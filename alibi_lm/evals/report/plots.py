@@ -101,7 +101,7 @@ def loss_figure(metrics: Metrics) -> Figure:
 
 
 def _smooth(losses: Sequence[float]) -> list[float] | None:
-    """Centred running mean; None where there are too few points for one to help."""
+    """Centered running mean; None where there are too few points for one to help."""
     if len(losses) < 40:
         return None
     half = max(1, len(losses) // 50)

@@ -42,8 +42,9 @@ class Evidence:
         return self.training_lengths[group, model]
 
     def losses(self, model: str, length: int, kind: str = "losses") -> np.ndarray:
-        """Mean loss in nats a token in windows of `length`, `[seeds]`; `kind` windowed: with a
-        hard window of the training length in every layer.
+        """Mean loss in nats a token in windows of `length`, `[seeds]`.
+
+        `kind="windowed"` is the loss with a hard window of the training length in every layer.
 
         Raises:
             Missing: it was not measured.
@@ -59,8 +60,10 @@ class Evidence:
 
     def recall(self, model: str, *, beyond: bool, variant: str = "plain",
                how: str = "ranking") -> np.ndarray:  # fmt: skip
-        """Share of right answers `[seeds]` of needles farther off than the training length L, or of
-        those in prompts of at most L.
+        """Share of needles found, `[seeds]`.
+
+        `beyond`: of needles farther away than the training length L; otherwise of those in
+        prompts of at most L tokens.
 
         Raises:
             Missing: it was not measured.
@@ -82,8 +85,10 @@ class Evidence:
         return np.array(rates)
 
     def accuracy(self, model: str, *, beyond: bool, tasks: Sequence[str] = ()) -> np.ndarray:
-        """Mean exact-match accuracy `[seeds]` of generalization tasks at numbers of items beyond
-        the trained ones, or within them."""
+        """Mean exact-match accuracy of generalization tasks, `[seeds]`.
+
+        `beyond`: at more items than trained; otherwise at up to the trained number.
+        """
         rates = []
         for run in self.of("generalization", model):
             cells = [

@@ -59,8 +59,10 @@ def measured(
 
 
 def measure_text(step: Step, settings: GroupConfig) -> dict[str, Any]:
-    """Losses in non-overlapping windows of each length over the same targets, and what explains
-    them: the null model of reach L, a hard window of L in every layer, and a shift of positions.
+    """Losses in non-overlapping windows of each length, and what explains them.
+
+    Every length scores the same targets. Beside them: the truncated-context baseline at L, a hard
+    window of L in every layer, and a shift of positions.
 
     Losses are means in nats a token, computed in fp32.
     """

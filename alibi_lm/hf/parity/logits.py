@@ -127,5 +127,6 @@ def compare_greedy(
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """Number of leading elements that both sequences share."""
     pairs = enumerate(zip(a, b, strict=False))
     return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))

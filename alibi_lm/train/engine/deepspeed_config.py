@@ -53,7 +53,7 @@ SECTION_KEYS: dict[str, tuple[str, ...]] = {
     "csv_monitor": ("enabled", "output_path", "job_name"),
     "flops_profiler": ("enabled", "recompute_fwd_factor", "profile_step", "module_depth",
                        "top_modules", "detailed", "output_file"),
-    "aio": ("block_size", "queue_depth", "intra_op_parallelizm", "single_submit",
+    "aio": ("block_size", "queue_depth", "intra_op_parallelism", "single_submit",
             "overlap_events", "use_gds"),
 }  # fmt: skip
 # Keys that DeepSpeed takes and that would break what a run is promised: what they must be left at.

@@ -1,4 +1,4 @@
-"""The engine of a model that is split into pipeline stages, with tensor parallelizm and ZeRO 0, 1.
+"""The engine of a model that is split into pipeline stages, with tensor parallelism and ZeRO 0, 1.
 
 DeepSpeed's pipeline engine runs the schedule. Two of its instructions are replaced, because it
 looks at neither the loss nor a gradient that is missing before it changes the weights.

@@ -91,8 +91,10 @@ class PipelineDecoder(PipelineModule):
                 yield f"head.{rest}", parameter
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """The stage's layers: tokens [B, T] or the residual stream [B, T, hidden_size] to the
-        residual stream or, on the last stage, to the mean loss of `targets`.
+        """Run the stage's layers.
+
+        Tokens [B, T] or the residual stream [B, T, hidden_size] to the residual stream or, on the
+        last stage, to the mean loss of `targets`.
 
         The loss is a part of the module: DeepSpeed's bf16 optimizer clears the gradients of all
         parameters when the gradient of the module's output is known.

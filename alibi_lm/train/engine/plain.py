@@ -1,4 +1,4 @@
-"""The engine of a model that is whole, or split by tensor parallelizm and ZeRO 0 to 3 alone."""
+"""The engine of a model that is whole, or split by tensor parallelism and ZeRO 0 to 3 alone."""
 
 from __future__ import annotations
 

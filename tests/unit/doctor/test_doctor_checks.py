@@ -1,4 +1,4 @@
-"""The doctor's judgement of what hosts say, and how it asks them."""
+"""The doctor's judgment of what hosts say, and how it asks them."""
 
 from __future__ import annotations
 
