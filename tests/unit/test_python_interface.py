@@ -17,7 +17,7 @@ from alibi_lm.loaded_run import Run, _certain
 from tests.unit.hf.small_step import add_tokenizer, add_validation, write_step
 from tests.unit.terminal import COMMAND, on_terminal
 
-PAGE = Path(__file__).parents[2] / "docs" / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "python.md"
 
 
 @pytest.fixture(scope="module")

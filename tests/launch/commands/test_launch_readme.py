@@ -1,8 +1,9 @@
-"""The README's commands and code run as they are printed, and so does the Slurm script.
+"""Commands and code of the README and docs run as they are printed, and so does the Slurm script.
 
-They run in a folder with copies of the repository's scripts, recipe, suite and config. Only what
-they name is made smaller: the YAML copies by the overrides of `SHRUNK`, and in the commands
-themselves the words of `REPLACED` (each must occur) and the launcher's port.
+They run in a folder with copies of the repository's scripts, recipe, suite and config, a command
+that stands on several pages once. Only what they name is made smaller: the YAML copies by the
+overrides of `SHRUNK`, and in the commands themselves the words of `REPLACED` (each must occur) and
+the launcher's port. docs/python.md and docs/extending.md have tests of their own.
 """
 
 import os
@@ -19,7 +20,16 @@ from alibi_lm.checkpoint.step import open_run
 from alibi_lm.config_loading import apply_overrides, load_yaml, to_yaml
 from alibi_lm.train.environment import free_port
 
-README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+OWN_TESTS = {"python", "extending", "configuration"}
+"""Pages whose code is run elsewhere."""
+PAGES = {"README": REPOSITORY / "README.md"} | {
+    name: REPOSITORY / "docs" / f"{name}.md"
+    for name in ("getting-started", "own-corpus", "run-configs", "parallelism", "many-nodes",
+                 "checkpoints", "faults", "long-context", "evaluation", "hugging-face", "claims",
+                 "performance", "architecture", "glossary")
+}  # fmt: skip
+"""In the order in which a reader would try them."""
+TEXTS = {name: path.read_text(encoding="utf-8") for name, path in PAGES.items()}
 
 SHRUNK = {
     "data/demo.yaml": [
@@ -59,20 +69,40 @@ REPLACED = {
     "train.sequence_length=1024": "train.sequence_length=128",
 }
 NOT_RUN = re.compile(r"^<!-- not run in tests: (.+) -->\n```bash\n", re.MULTILINE)
-REASONS = [
+REASONS = {
     "make sets up an environment of its own",
-    "needs GPUs or several hosts",
+    "needs GPUs or prepared corpora",
     "needs several hosts",
+    "needs 8 ranks",
+    "downloads a model",
+    "downloads llama.cpp",
+    "lm_eval is not a dependency",
+    "trains for hours",
     "takes minutes and a corpus of a million tokens",
     "takes minutes; x-transformers is not a dependency",
     "takes minutes, 12 GiB of memory and 27 GB of disk",
-]
+}
+ELSEWHERE = "deepspeed --num_gpus 2 --module alibi_lm.train.entry configs/demo.yaml"
+"""Run in a folder without the repository's scripts."""
 
 
 def blocks(language: str) -> list[str]:
-    """The README's fenced blocks of a language, without those tagged as not run."""
-    text = NOT_RUN.sub("```text\n", README)
-    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    """The pages' fenced blocks of a language, without those tagged as not run."""
+    return [
+        block
+        for text in TEXTS.values()
+        for block in re.findall(
+            rf"^```{language}\n(.*?)^```",
+            NOT_RUN.sub("```text\n", text),
+            re.MULTILINE | re.DOTALL,
+        )
+    ]
+
+
+def commands() -> list[str]:
+    """The pages' commands, each once."""
+    lines = "".join(blocks("bash")).replace("\\\n", " ").splitlines()
+    return list(dict.fromkeys(re.sub(r"\s+#.*", "", line).strip() for line in lines))
 
 
 def smaller(code: str) -> str:
@@ -109,15 +139,18 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_every_block_that_is_not_run_says_why() -> None:
-    assert NOT_RUN.findall(README) == REASONS
+def test_every_block_is_run_or_says_why_not() -> None:
+    assert {reason for text in TEXTS.values() for reason in NOT_RUN.findall(text)} == REASONS
     for word in REPLACED:
-        assert any(word in code for code in [*blocks("bash"), *blocks("python")]), word
+        assert any(word in code for code in [*commands(), *blocks("python")]), word
+    listed = {path.stem for path in (REPOSITORY / "docs").glob("*.md")}
+    assert listed == TEXTS.keys() | OWN_TESTS
+    assert not blocks("sh") + blocks("shell") + blocks("console"), "write bash"
 
 
-def test_the_readmes_commands_run_in_order(checkout: Path) -> None:
-    commands = "\n".join(smaller(block) for block in blocks("bash"))
-    output = run(["bash", "-euo", "pipefail", "-c", commands], checkout)
+def test_the_pages_commands_run_in_order(checkout: Path) -> None:
+    script = "\n".join(smaller(command) for command in commands() if command != ELSEWHERE)
+    output = run(["bash", "-euxo", "pipefail", "-c", script], checkout)
     prepared, demo = checkout / "prepared/demo", checkout / "runs/demo"
     for name in ("tokenizer/tokenizer.model", "stdlib_train.bin", "stdlib_validation.idx",
                  "manifest.json"):  # fmt: skip
@@ -141,8 +174,14 @@ def test_the_readmes_commands_run_in_order(checkout: Path) -> None:
     assert re.search(r"^step_00000004  good", output, re.MULTILINE)
     longer = open_run(checkout / "runs/demo-1k")
     assert (longer.step, longer.config.train.sequence_length) == (2, 128)
-    (snippet,) = blocks("python")
+    (snippet,) = set(blocks("python"))
     assert "def read(path):" in run([sys.executable, "-c", smaller(snippet)], checkout)
+    own = checkout / "own"
+    shutil.copytree(checkout / "configs", own / "configs")
+    (own / "prepared").symlink_to(prepared.parent)
+    assert ELSEWHERE in commands()
+    run(["bash", "-c", smaller(ELSEWHERE)], own)
+    assert open_run(own / "runs/demo").step == 4
 
 
 SCONTROL = """#!/bin/bash
