@@ -54,7 +54,7 @@ def on_ranks(
     suite = read()
     if suite.parallel.tp > 1:
         rule = "shares the model among ranks, and this is one process"
-        fix = f"start `deepspeed --num_gpus {suite.parallel.tp} evals/perplexity.py ...`"
+        fix = f"start `deepspeed --num_gpus {suite.parallel.tp} --module alibi_lm eval ...`"
         raise ConfigError(Problem("parallel.tp", suite.parallel.tp, rule, fix))
     work(suite, ONE_PROCESS)
 

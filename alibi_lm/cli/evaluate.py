@@ -58,10 +58,10 @@ MODULES = {
 
 @click.group("eval", cls=Commands)
 def eval_group() -> None:
-    """Judge a model on long contexts: a run's checkpoint (the newest, or a step folder), or hf:MODEL.
+    """Evaluate a model on long contexts: a run (its newest checkpoint), a step folder, or hf:MODEL.
 
     hf:MODEL is a Hugging Face folder, or a model's name on the hub. Several ranks share the work:
-    `deepspeed --num_gpus N evals/perplexity.py RUN parallel.tp=N`.
+    `deepspeed --num_gpus N --module alibi_lm eval perplexity RUN parallel.tp=N`.
     """  # noqa: E501
 
 

@@ -46,11 +46,12 @@ class _Commands(Commands):
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="alibi-lm")
+@click.option("--local_rank", type=int, hidden=True, expose_value=False)  # deepspeed --module's
 def main() -> None:
-    """Pretrain ALiBi language models, judge them on long contexts, export them.
+    """Pretrain ALiBi language models, evaluate them on long contexts, export them.
 
-    Exit codes: 0 done, 2 a mistake to mend (one line says which), 3 a loss that is not finite,
-    4 asked to stop, and saved, 5 a rank or host lost: the same command goes on, 130 interrupted.
+    Exit codes: 0 done, 2 a mistake to fix (one line says which), 3 a loss that is not finite,
+    4 asked to stop, and saved, 5 a rank or host lost: the same command resumes, 130 interrupted.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a locale's encoding may lack a text's characters
@@ -85,7 +86,7 @@ def train(config: Path, overrides: Sequence[str], num_ranks: int) -> None:
     """Start or resume the run of CONFIG (YAML) on this machine.
 
     Several ranks run under the deepspeed launcher; for several machines, call
-    `deepspeed --hostfile ... launch/pretrain.py CONFIG` yourself.
+    `deepspeed --hostfile ... --module alibi_lm.train.entry CONFIG` yourself.
     """
     from alibi_lm.train.entry import main as run_train
 

@@ -1,4 +1,4 @@
-"""Starting or resuming a run: what `launch/pretrain.py` does on every rank."""
+"""Starting or resuming a run: what `alibi_lm.train.entry` does on every rank."""
 
 from __future__ import annotations
 
