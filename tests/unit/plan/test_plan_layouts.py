@@ -144,7 +144,7 @@ def test_what_training_would_refuse_is_refused(arguments: list[object], words: s
 
 
 def test_the_readme_shows_real_output() -> None:
-    text = (BLOOM.parents[1] / "README.md").read_text(encoding="utf-8")
+    text = (BLOOM.parents[1] / "docs/parallelism.md").read_text(encoding="utf-8")
     section = text.partition("## Planning a layout")[2].partition("\n## ")[0]
     shown = [line.strip() for line in section.splitlines() if line.startswith("    ")]
     options = re.findall(r"(?:train|deepspeed|parallel)\.\S+=\S+", section.partition("384")[2])

@@ -1,7 +1,7 @@
 """Exported folders in llama.cpp: what its converter reads, and the converted model itself.
 
 The second half runs where `llama_cpp` and `gguf` can be imported and llama.cpp's
-convert_hf_to_gguf.py is in the PATH: docs/README.md says how to get both.
+convert_hf_to_gguf.py is in the PATH: docs/hugging-face.md says how to get both.
 """
 
 from __future__ import annotations
