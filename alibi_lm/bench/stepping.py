@@ -71,7 +71,7 @@ def _serve(pipe: Connection, job: Job) -> None:
     # Imported here: DeepSpeed picks its log level from the environment.
     import deepspeed
 
-    from alibi_lm.train.distributed import avoid_shared_memory
+    from alibi_lm.parallel.process_group import avoid_shared_memory
 
     avoid_shared_memory()
     with tempfile.TemporaryDirectory() as folder:

@@ -17,7 +17,7 @@ from deepspeed.accelerator import get_accelerator
 
 from alibi_lm.doctor.probe import MARKER
 from alibi_lm.doctor.report import Meeting, dump
-from alibi_lm.train.distributed import device
+from alibi_lm.parallel.device import get_device
 
 NUM_BYTES = 32 << 20
 REPEATS = 3
@@ -46,15 +46,15 @@ def meet(rank: int, num_hosts: int, address: str, port: int, found: Meeting) -> 
         found.backend, store=store, rank=rank, world_size=num_hosts,
         timeout=timedelta(seconds=JOIN_SECONDS),
     )  # fmt: skip
-    number = torch.tensor([rank + 1.0], device=device())
+    number = torch.tensor([rank + 1.0], device=get_device())
     dist.all_reduce(number)
-    clocks = torch.zeros(num_hosts, dtype=torch.float64, device=device())
+    clocks = torch.zeros(num_hosts, dtype=torch.float64, device=get_device())
     dist.barrier()
     clocks[rank] = time.time()
     dist.all_reduce(clocks)
     found.clock = float(clocks[rank] - clocks[0])
     found.total = float(number)
-    block = torch.zeros(NUM_BYTES // 4, device=device())
+    block = torch.zeros(NUM_BYTES // 4, device=get_device())
     dist.all_reduce(block)
     start = time.perf_counter()
     for _ in range(REPEATS):

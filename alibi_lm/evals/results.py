@@ -20,6 +20,7 @@ from alibi_lm.evals.config import (
 )
 from alibi_lm.evals.models.base import EvalModel
 from alibi_lm.evals.report import plots
+from alibi_lm.parallel.errors import run_on_all_ranks, run_on_rank0
 from alibi_lm.utils.errors import ConfigError, DataError, Problem
 from alibi_lm.utils.files import stored_object, write_json
 from alibi_lm.utils.logging import console
@@ -159,7 +160,7 @@ def store(
             plots.save(figure, path.with_name(f"{key}.png"))
         return path
 
-    return eval_model.ranks.on_rank0(write)
+    return run_on_rank0(write)
 
 
 def _write(
@@ -224,8 +225,8 @@ def run_or_load(
     force: bool,
 ) -> dict[str, Any]:
     """Run eval `name` unless it is done already, and say its result in the terminal."""
-    eval_model.ranks.run_on_all_ranks(lambda: open_corpora(eval_model, config))
-    done = eval_model.ranks.on_rank0(lambda: None if force else finished(eval_model, name, config))
+    run_on_all_ranks(lambda: open_corpora(eval_model, config))
+    done = run_on_rank0(lambda: None if force else finished(eval_model, name, config))
     if done is not None:
         announce_finished(eval_model, name)
         return done

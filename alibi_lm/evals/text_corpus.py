@@ -12,7 +12,7 @@ from alibi_lm.data.indexed import TokenFileWriter, idx_path, token_dtype
 from alibi_lm.data.preparation.documents import Reader
 from alibi_lm.data.preparation.sources import fingerprint
 from alibi_lm.data.tokenizer import Tokenizer
-from alibi_lm.evals.models.sharded import EvalRanks
+from alibi_lm.parallel.errors import run_on_rank0
 from alibi_lm.utils.errors import DataError, Problem
 from alibi_lm.utils.locking import exclusive_lock
 from alibi_lm.utils.logging import console
@@ -26,9 +26,7 @@ FORMATS: dict[str, Format] = {
 }
 
 
-def tokenized(
-    paths: Sequence[str], tokenizer: Tokenizer | None, name: str, folder: Path, ranks: EvalRanks
-) -> Path:
+def tokenized(paths: Sequence[str], tokenizer: Tokenizer | None, name: str, folder: Path) -> Path:
     """The prefix of the token files of some text, made by rank 0 where they are not there yet.
 
     Each document ends with the tokenizer's end token; no other special token is put in.
@@ -38,7 +36,6 @@ def tokenized(
         tokenizer: the model's; None where it has none.
         name: the model's name, for messages.
         folder: where the token files are kept.
-        ranks: those that will read them.
 
     Raises:
         DataError: there is no tokenizer, or a path names nothing that can be read.
@@ -47,7 +44,7 @@ def tokenized(
         rule = f"{name} has no tokenizer"
         fix = "give corpus=PREFIX, token files made with the tokenizer that it was trained with"
         raise DataError(Problem("text", ", ".join(paths), rule, fix))
-    return ranks.on_rank0(lambda: _tokenized(paths, tokenizer, folder))
+    return run_on_rank0(lambda: _tokenized(paths, tokenizer, folder))
 
 
 def _tokenized(paths: Sequence[str], tokenizer: Tokenizer, folder: Path) -> Path:

@@ -9,11 +9,11 @@ import sys
 import threading
 import warnings
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import NoReturn
 
 from alibi_lm.train.environment import launcher_environment
-from alibi_lm.utils.errors import EXIT_INTERRUPTED, EXIT_STOPPED, UserError, path_error
+from alibi_lm.utils.errors import EXIT_STOPPED
+from alibi_lm.utils.exit import leave, leave_process_group, run_and_report
 from alibi_lm.utils.logging import console
 from alibi_lm.utils.memory import keep_freed_memory
 
@@ -21,26 +21,30 @@ from alibi_lm.utils.memory import keep_freed_memory
 def main(arguments: Sequence[str]) -> int:
     """Parse a training command line, run it on this rank, and return the exit code.
 
-    0: done. 2: a mistake of the user's. 3: a loss that is not finite. 4: asked to stop, and saved.
-    With 5, a rank or host lost, the process ends itself (`watchdog`).
+    0: all steps done. 2: user error. 3: loss not finite. 4: asked to stop, and saved. With 5, a
+    rank or host lost, the watchdog ends the process (see `utils.exit`).
     """
     parser = argparse.ArgumentParser(
-        prog="pretrain.py", description="Start a run, or go on with it from its last checkpoint."
+        prog="pretrain.py", description="Start a run, or resume it from its last checkpoint."
     )
     parser.add_argument("config", help="YAML file of the run")
     parser.add_argument(
         "overrides",
         nargs="*",
         metavar="section.key=value",
-        help="settings that take precedence over the file",
+        help="settings that override the file",
     )
     parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
     parsed = parser.parse_intermixed_args(arguments)
+    interrupted = "interrupted; re-run the same command to resume from the last checkpoint"
     try:
-        os.environ.update(launcher_environment(os.environ, parsed.local_rank))
-    except UserError as error:
-        console.error(str(error))
-        return error.exit_code
+        return run_and_report(lambda: _train(parsed), interrupted, watched=True)
+    finally:
+        leave_process_group()
+
+
+def _train(parsed: argparse.Namespace) -> int:
+    os.environ.update(launcher_environment(os.environ, parsed.local_rank))
     console.muted = int(os.environ["RANK"]) != 0
     quiet_libraries()
     share_cores()
@@ -49,38 +53,20 @@ def main(arguments: Sequence[str]) -> int:
     # Imported here: DeepSpeed picks its accelerator and log level from the environment.
     from alibi_lm.train.run import pretrain
 
-    try:
-        local_rank, address = int(os.environ["LOCAL_RANK"]), os.environ["MASTER_ADDR"]
-        finished = pretrain(parsed.config, parsed.overrides, local_rank, address)
-    except UserError as error:
-        console.error(str(error))
-        if error.raised_on_all_ranks:
-            _wait_for_rank_0()
-        return error.exit_code
-    except OSError as error:
-        mistake = path_error(error)
-        if mistake is None:
-            raise
-        console.muted = False  # it may be this rank's own
-        console.error(str(mistake))
-        return mistake.exit_code
-    except KeyboardInterrupt:
-        console.error("interrupted; the same command goes on from the last checkpoint")
-        return EXIT_INTERRUPTED
-    finally:
-        _leave()
+    local_rank, address = int(os.environ["LOCAL_RANK"]), os.environ["MASTER_ADDR"]
+    finished = pretrain(parsed.config, parsed.overrides, local_rank, address)
     return 0 if finished else EXIT_STOPPED
 
 
 def quiet_libraries() -> None:
-    """Leave out what the libraries say of themselves."""
+    """Silence log lines and warnings of the libraries that a user cannot act on."""
     os.environ.setdefault("DS_LOG_LEVEL", "warning")
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     threading.excepthook = _thread_failed
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch|deepspeed")
-    # A pipeline stage sends a tensor that has a gradient; nothing is meant to flow back that way.
+    # Pipeline stages send tensors that require a gradient, which does not flow back that way.
     warnings.filterwarnings("ignore", message=".*an autograd kernel was not registered")
-    # What is cached here are tables of positions: the same whether they are kept or made again.
+    # Only tables of positions are cached: recomputing them changes nothing.
     warnings.filterwarnings("ignore", message="Dynamo detected a call to a .functools.lru_cache")
 
 
@@ -94,7 +80,7 @@ def _thread_failed(failure: threading.ExceptHookArgs) -> None:
 
 
 def share_cores() -> None:
-    """Give each rank of this host its share of the cores, unless the user has said how many."""
+    """Divide the cores among the ranks of this host, unless OMP_NUM_THREADS is set."""
     import torch
 
     from alibi_lm.train.monitoring.hardware import threads_per_rank
@@ -104,32 +90,9 @@ def share_cores() -> None:
         torch.set_num_threads(threads_per_rank(len(os.sched_getaffinity(0)), ranks))
 
 
-def _wait_for_rank_0() -> None:
-    """The launcher ends all ranks when the first one leaves: let rank 0 write its line before."""
-    import torch.distributed as dist
-
-    dist.barrier()
-
-
-def _leave() -> None:
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 def run(arguments: Sequence[str]) -> NoReturn:
-    """`main` as a process: ends it with main's exit code.
-
-    The process ends without the interpreter's own shutdown: native threads of the communication
-    libraries now and then abort in it, and a launcher would take the finished run for a failed
-    one. By then every file is closed and synced.
-    """
-    code = main(arguments)
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(BrokenPipeError):  # a launcher that was ended no longer reads
-            stream.flush()
-    os._exit(code)
+    """Train and end the process with `main`'s exit code."""
+    leave(main(arguments))
 
 
 if __name__ == "__main__":

@@ -12,15 +12,10 @@ import torch
 from alibi_lm.checkpoint.folder import step_folders, step_name
 from alibi_lm.config import Config
 from alibi_lm.model.flops import flops_per_token
+from alibi_lm.parallel.errors import disk_error, raise_on_all_ranks, run_on_all_ranks
+from alibi_lm.parallel.process_group import rank, world_size
 from alibi_lm.train.checkpointing.save import remove_old, save
 from alibi_lm.train.data import TrainingData
-from alibi_lm.train.distributed import (
-    disk_error,
-    raise_on_all_ranks,
-    rank,
-    run_on_all_ranks,
-    world_size,
-)
 from alibi_lm.train.engine.base import Engine, NotFinite, StepResult
 from alibi_lm.train.fault_tolerance.heartbeat import (
     COMPUTING,

@@ -17,18 +17,13 @@ from alibi_lm.checkpoint.step import open_run
 from alibi_lm.config import Config
 from alibi_lm.config_loading import apply_overrides, digest, examine, load_yaml, to_dict, to_yaml
 from alibi_lm.model.flops import num_parameters
+from alibi_lm.parallel.errors import raise_if_different, run_on_all_ranks
 from alibi_lm.parallel.mesh import make_mesh
+from alibi_lm.parallel.process_group import join_process_group, rank, world_size
 from alibi_lm.parallel.rules import layout_problems
 from alibi_lm.train.checkpointing.resume import check_resumable, find_checkpoint
 from alibi_lm.train.checkpointing.save import clear_leftovers
 from alibi_lm.train.data import TrainingData, open_training_data
-from alibi_lm.train.distributed import (
-    join_process_group,
-    raise_if_different,
-    rank,
-    run_on_all_ranks,
-    world_size,
-)
 from alibi_lm.train.engine.base import Engine
 from alibi_lm.train.engine.compile import check_compiler
 from alibi_lm.train.engine.deepspeed_config import (

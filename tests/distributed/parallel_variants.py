@@ -27,8 +27,8 @@ from alibi_lm.model.decoder import Decoder
 from alibi_lm.model.flops import num_parameters
 from alibi_lm.model.slopes import alibi_slopes
 from alibi_lm.parallel.mesh import Mesh, make_mesh
+from alibi_lm.parallel.process_group import avoid_shared_memory
 from alibi_lm.parallel.shard import shard_of
-from alibi_lm.train.distributed import avoid_shared_memory
 from alibi_lm.train.engine.base import Engine
 from alibi_lm.train.engine.deepspeed_config import deepspeed_config
 from alibi_lm.train.engine.factory import make_engine

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from alibi_lm.parallel.layout import Layout
 from alibi_lm.parallel.mesh import make_mesh
+from alibi_lm.parallel.process_group import avoid_shared_memory
 from alibi_lm.plan.planner import Plan, RankPlan, make_plan
-from alibi_lm.train.distributed import avoid_shared_memory
 from alibi_lm.train.engine import optimizer_state
 from alibi_lm.train.engine.base import Engine
 from alibi_lm.train.engine.deepspeed_config import deepspeed_config

@@ -14,7 +14,7 @@ SCRIPT = """
 import json, sys, torch, deepspeed
 from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.decoder import Decoder
-from alibi_lm.train.distributed import avoid_shared_memory
+from alibi_lm.parallel.process_group import avoid_shared_memory
 
 torch.distributed.init_process_group("gloo", f"file://{sys.argv[1]}", rank=0, world_size=1)
 avoid_shared_memory()

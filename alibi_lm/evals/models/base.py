@@ -17,6 +17,7 @@ from alibi_lm.evals.models.sharded import ONE_PROCESS, EvalRanks, ShardedScorer
 from alibi_lm.evals.text_corpus import tokenized
 from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.decoder import Decoder
+from alibi_lm.parallel.errors import run_on_all_ranks
 from alibi_lm.utils.errors import ConfigError, DataError, Problem
 
 if TYPE_CHECKING:
@@ -138,7 +139,7 @@ class EvalModel(ABC):
             return [self.choices.corpus]
         if self.choices.text:
             return [str(tokenized(self.choices.text, self.tokenizer(), self.argument,
-                                  self.evals_folder / "text", self.ranks))]  # fmt: skip
+                                  self.evals_folder / "text"))]  # fmt: skip
         return self.own_validation
 
     @property
@@ -195,9 +196,7 @@ class EvalModel(ABC):
         Raises:
             ConfigError: it cannot be computed so, or not by these ranks.
         """
-        scorer = self.ranks.run_on_all_ranks(
-            lambda: self._own_scorer(precision, pruning_tolerance, scaling)
-        )
+        scorer = run_on_all_ranks(lambda: self._own_scorer(precision, pruning_tolerance, scaling))
         return scorer if self.ranks.size == 1 else ShardedScorer(scorer, self.ranks)
 
     @abstractmethod

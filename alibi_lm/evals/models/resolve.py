@@ -5,6 +5,7 @@ from __future__ import annotations
 from alibi_lm.checkpoint.step import open_run
 from alibi_lm.evals.models.base import DEFAULTS, HF, EvalModel, EvalOptions, NativeModel
 from alibi_lm.evals.models.transformers_model import open_hf
+from alibi_lm.parallel.errors import run_on_all_ranks
 from alibi_lm.utils.errors import ConfigError, Problem
 
 
@@ -21,9 +22,9 @@ def resolve_model(name: str, choices: EvalOptions = DEFAULTS) -> EvalModel:
         ConfigError: a choice that the subject does not have.
     """
     if name.startswith(HF):
-        return choices.ranks.run_on_all_ranks(lambda: open_hf(name.removeprefix(HF), choices))
+        return run_on_all_ranks(lambda: open_hf(name.removeprefix(HF), choices))
     if choices.engine == "hf":
         rule = "computes Hugging Face models"
         fix = f"give {HF}FOLDER, or leave it out"
         raise ConfigError(Problem("--engine", choices.engine, rule, fix))
-    return choices.ranks.run_on_all_ranks(lambda: NativeModel(open_run(name), choices))
+    return run_on_all_ranks(lambda: NativeModel(open_run(name), choices))

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from alibi_lm.config import Config
 from alibi_lm.evals.models.scorer import Answers, Scorer
 from alibi_lm.parallel.config import ParallelConfig
+from alibi_lm.parallel.errors import gather_results
 from alibi_lm.parallel.mesh import NO_PARALLEL, ParallelDim
 from alibi_lm.parallel.rules import layout_problems
-from alibi_lm.utils.errors import ConfigError, Problem, UserError, path_error
-
-T = TypeVar("T")
+from alibi_lm.utils.errors import ConfigError, Problem
 
 
 @dataclass(frozen=True)
@@ -32,57 +30,6 @@ class EvalRanks:
     def size(self) -> int:
         """Processes in all."""
         return self.tp.size * self.dp.size
-
-    def on_rank0(self, action: Callable[[], T]) -> T:
-        """What `action` gives on rank 0, on every rank; its error is every rank's.
-
-        Raises:
-            UserError: as `action`, a file system's error included.
-        """
-        found: T = self._agree(action if self.rank == 0 else None, self._from_first)
-        return found
-
-    def run_on_all_ranks(self, action: Callable[[], T]) -> T:
-        """Every rank's own `action`; if it fails on any rank, all raise that error.
-
-        Raises:
-            UserError: the first rank's, by rank order.
-        """
-        result: T = self._agree(action, self._first_error)
-        return result
-
-    def _agree(
-        self, action: Callable[[], Any] | None, meet: Callable[[Any, UserError | None], Any]
-    ) -> Any:
-        if self.size == 1:
-            assert action is not None
-            return action()
-        result, error = None, None
-        try:
-            result = None if action is None else action()
-        except UserError as failure:
-            error = failure
-        except OSError as failure:
-            error = path_error(failure)
-            if error is None:
-                raise
-        return meet(result, error)
-
-    def _from_first(self, result: Any, error: UserError | None) -> Any:
-        box = [(result, error)]
-        dist.broadcast_object_list(box, src=0)
-        result, error = box[0]
-        if error is not None:
-            raise _marked(error)
-        return result
-
-    def _first_error(self, result: Any, error: UserError | None) -> Any:
-        errors: list[UserError | None] = [None] * self.size
-        dist.all_gather_object(errors, error)
-        for found in errors:
-            if found is not None:
-                raise _marked(found)
-        return result
 
     def check(self, config: Config | None) -> None:
         """Refuse a model that these ranks cannot share; None is one computed by other code.
@@ -106,11 +53,6 @@ class EvalRanks:
 
 ONE_PROCESS = EvalRanks()
 """A job of one process."""
-
-
-def _marked(error: UserError) -> UserError:
-    error.raised_on_all_ranks = True
-    return error
 
 
 class ShardedScorer:
@@ -138,7 +80,9 @@ class ShardedScorer:
         """As `Scorer.token_losses`."""
         rows = self._rows(len(tokens))
         own = tokens[rows]
-        parts = self._gather(lambda: self._scorer.token_losses(own) if len(own) else None)
+        parts = gather_results(
+            lambda: self._scorer.token_losses(own) if len(own) else None, self._dp.group
+        )
         return torch.cat([part for part in parts if part is not None])
 
     def answers(self, prompts: Tensor, candidates: Tensor, max_new_tokens: int) -> Answers:
@@ -150,7 +94,7 @@ class ShardedScorer:
                 return None
             return self._scorer.answers(prompts[rows], candidates[rows], max_new_tokens)
 
-        parts = [part for part in self._gather(score) if part is not None]
+        parts = [part for part in gather_results(score, self._dp.group) if part is not None]
         return Answers(
             torch.cat([part.log_likelihoods for part in parts]),
             torch.cat([part.generated for part in parts]),
@@ -169,21 +113,3 @@ class ShardedScorer:
         share, more = divmod(count, self._dp.size)
         first = self._dp.rank * share + min(self._dp.rank, more)
         return slice(first, first + share + (self._dp.rank < more))
-
-    def _gather(self, action: Callable[[], T]) -> list[T]:
-        """Every rank's result; an error of one is every rank's, so that none waits for it."""
-        result: T | None = None
-        error: UserError | None = None
-        try:
-            result = action()
-        except UserError as failure:
-            error = failure
-        found: list[Any] = [None] * self._dp.size
-        if self._dp.size == 1:
-            found = [(result, error)]
-        else:
-            dist.all_gather_object(found, (result, error), group=self._dp.group)
-        for _, failed in found:
-            if failed is not None:
-                raise _marked(failed)
-        return [value for value, _ in found]

@@ -16,7 +16,7 @@ from alibi_lm.checkpoint.folder import (
 )
 from alibi_lm.config import Config, load_config
 from alibi_lm.config_loading import flatten
-from alibi_lm.train.distributed import gather, rank, world_size
+from alibi_lm.parallel.process_group import gather, rank, world_size
 from alibi_lm.utils.errors import CheckpointError, ConfigError, Problem
 from alibi_lm.utils.logging import console
 

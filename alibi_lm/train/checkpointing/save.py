@@ -6,11 +6,11 @@ import os
 import platform
 import shutil
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import deepspeed
 import torch
 from safetensors import SafetensorError
 
@@ -29,11 +29,14 @@ from alibi_lm.checkpoint.safetensors_io import save_tensors
 from alibi_lm.config import Config
 from alibi_lm.config_loading import to_yaml
 from alibi_lm.data.tokenizer import Tokenizer
-from alibi_lm.train.distributed import gather, raise_on_all_ranks, rank, world_size
+from alibi_lm.parallel.errors import gather_results, run_on_all_ranks
+from alibi_lm.parallel.process_group import gather, rank, world_size
 from alibi_lm.train.engine import optimizer_state
 from alibi_lm.train.engine.base import Engine
 from alibi_lm.utils.errors import CheckpointError, NotFiniteError, Problem
 from alibi_lm.utils.files import sha256, sync, write_text
+
+T = TypeVar("T")
 
 _PARTIAL = ".partial_"
 
@@ -50,18 +53,18 @@ def save(
         CheckpointError: on every rank, if any could not write; earlier checkpoints are untouched.
         NotFiniteError: on every rank, if a weight is not finite; nothing is written.
     """
-    _check_finite(engine, step)
+    run_on_all_ranks(lambda: _check_finite(engine, step))
     root = Path(config.run.dir) / CHECKPOINTS
     partial = root / f"{_PARTIAL}{step_name(step)}"
     final = root / step_name(step)
     _check_space(engine, root)
     try:
-        _on_rank_0(lambda: _start(partial, config, tokenizer), partial)
+        _on_rank0(lambda: _start(partial, config, tokenizer), partial)
         files = _write_files(engine, partial)
         meta = _meta(engine, step, facts, files)
-        _on_rank_0(lambda: _finish(partial, final, meta), partial)
+        _on_rank0(lambda: _finish(partial, final, meta), partial)
     except CheckpointError:
-        _on_rank_0(lambda: shutil.rmtree(partial, ignore_errors=True), partial)
+        _on_rank0(lambda: shutil.rmtree(partial, ignore_errors=True), partial)
         raise
     return final
 
@@ -69,70 +72,55 @@ def save(
 def _write_files(engine: Engine, partial: Path) -> dict[str, Any]:
     """Write every rank's shard; size and sha256 of all files of the checkpoint, by name."""
     shard = f"shard_{rank():05d}.safetensors"
-    error = None
-    try:
-        _write_shard(engine, partial / shard)
-    except (OSError, SafetensorError) as failure:
-        error = _write_problem(partial / shard, failure)
-    # No rank looks for files while another still has temporary ones.
-    raise_on_all_ranks(error)
-    facts: dict[str, Any] = {}
-    try:
+    # No rank lists files while another still has temporary ones.
+    run_on_all_ranks(
+        lambda: _try_to_write(partial / shard, lambda: _write_shard(engine, partial / shard))
+    )
+
+    def size_and_digest() -> dict[str, Any]:
         names = [shard] if rank() else [shard, *_small_files(partial)]
-        facts = {name: _file_facts(partial / name) for name in names}
-    except OSError as failure:
-        error = _write_problem(partial, failure)
-    raise_on_all_ranks(error)
-    return {name: entry for part in gather(facts) for name, entry in part.items()}
+        return {name: _file_facts(partial / name) for name in names}
+
+    parts = gather_results(lambda: _try_to_write(partial, size_and_digest), None)
+    return {name: entry for part in parts for name, entry in part.items()}
 
 
-def _on_rank_0(action: Any, path: Path) -> None:
-    """Run `action` on rank 0; an error of the disk is raised on every rank."""
-    error = None
-    if rank() == 0:
-        try:
-            action()
-        except OSError as failure:
-            error = _write_problem(path, failure)
-    raise_on_all_ranks(error)
+def _on_rank0(action: Callable[[], object], path: Path) -> None:
+    """Run `action` on rank 0; a disk error there is raised on every rank."""
+    run_on_all_ranks(lambda: _try_to_write(path, action) if rank() == 0 else None)
 
 
-def _write_problem(path: Path, failure: Exception) -> CheckpointError:
-    rule = f"cannot be written ({' '.join(str(failure).split())})"
-    fix = "make room and start again; earlier checkpoints are untouched"
-    return CheckpointError(Problem(str(path), None, rule, fix))
+def _try_to_write(path: Path, action: Callable[[], T]) -> T:
+    try:
+        return action()
+    except (OSError, SafetensorError) as failure:
+        rule = f"cannot be written ({' '.join(str(failure).split())})"
+        fix = "make room and start again; earlier checkpoints are untouched"
+        raise CheckpointError(Problem(str(path), None, rule, fix)) from None
 
 
 def _check_finite(engine: Engine, step: int) -> None:
     """Refuse to save weights that the last update broke; no loss has shown it yet."""
-    broken = [
-        part.name
-        for part in optimizer_state.fragments(engine.deepspeed, engine.mesh)
-        if part.owned and not bool(torch.isfinite(part.master()).all())
-    ]
-    error = None
-    if broken:
-        rule = f"weights are not finite after it, among them {broken[0]}"
-        fix = "nothing was overwritten; lower train.learning_rate"
-        error = NotFiniteError(Problem(f"step {step}", None, rule, fix))
-    raise_on_all_ranks(error)
+    for part in optimizer_state.fragments(engine.deepspeed, engine.mesh):
+        if part.owned and not bool(torch.isfinite(part.master()).all()):
+            rule = f"weights are not finite after it, among them {part.name}"
+            fix = "nothing was overwritten; lower train.learning_rate"
+            raise NotFiniteError(Problem(f"step {step}", None, rule, fix))
 
 
 def _check_space(engine: Engine, root: Path) -> None:
     """Refuse a save that the disk cannot hold, before anything is written."""
-    needed = sum(gather(_shard_bytes(engine)))
-    error = None
-    if rank() == 0:
+    needed = sum(gather(_shard_bytes(engine))) * 1.02 + 2**20
+
+    def check() -> None:
         root.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(root).free
-        if free < needed * 1.02 + 2**20:
-            mib = (
-                f"{free / 2**20:,.1f} MiB free; a checkpoint needs {needed * 1.02 / 2**20 + 1:,.1f}"
-            )
-            rule = f"has {mib}"
+        if free < needed:
+            rule = f"has {free / 2**20:,.1f} MiB free; a checkpoint needs {needed / 2**20:,.1f}"
             fix = "make room or move run.dir; earlier checkpoints are untouched"
-            error = CheckpointError(Problem(str(root), None, rule, fix))
-    raise_on_all_ranks(error)
+            raise CheckpointError(Problem(str(root), None, rule, fix))
+
+    run_on_all_ranks(lambda: check() if rank() == 0 else None)
 
 
 def _shard_bytes(engine: Engine) -> int:
@@ -191,7 +179,7 @@ def _meta(
         "versions": {
             "alibi_lm": __version__,
             "torch": torch.__version__,
-            "deepspeed": deepspeed.__version__,
+            "deepspeed": version("deepspeed"),
             "python": platform.python_version(),
         },
         "saved_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),

@@ -19,7 +19,7 @@ from alibi_lm.checkpoint.fragments import FragmentReader
 from alibi_lm.config import Config
 from alibi_lm.model.layers import set_pruning_tolerance
 from alibi_lm.parallel.mesh import Mesh
-from alibi_lm.train.distributed import sum_over_ranks
+from alibi_lm.parallel.process_group import sum_over_ranks
 from alibi_lm.train.engine import optimizer_state
 from alibi_lm.train.engine.compile import compile_blocks
 from alibi_lm.train.engine.deepspeed_config import zero_stage

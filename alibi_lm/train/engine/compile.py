@@ -10,8 +10,8 @@ import torch
 
 from alibi_lm.config import Config
 from alibi_lm.model.layers import Attention, Block
+from alibi_lm.parallel.device import get_device
 from alibi_lm.parallel.tensor_parallel import ColumnLinear, RowLinear
-from alibi_lm.train.distributed import device
 from alibi_lm.utils.errors import ConfigError, Problem
 
 
@@ -23,7 +23,7 @@ def check_compiler(config: Config) -> None:
     """
     if not config.train.compile:
         return
-    if device().type == "cuda":
+    if get_device().type == "cuda":
         lacking = find_spec("triton") is None and "Triton, which is not installed"
     else:
         # Imported here: it takes seconds, which only a run that compiles need spend.

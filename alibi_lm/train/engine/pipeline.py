@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from alibi_lm.model.cross_entropy import IGNORED
-from alibi_lm.train.distributed import sum_over_ranks
+from alibi_lm.parallel.process_group import sum_over_ranks
 from alibi_lm.train.engine.base import Engine, NotFinite, StepResult
 from alibi_lm.train.engine.pipeline_module import (
     OptimizerStep,

@@ -11,8 +11,9 @@ import torch
 
 from alibi_lm.model.decoder import Decoder
 from alibi_lm.model.init import InitialValues
+from alibi_lm.parallel.device import get_device
 from alibi_lm.parallel.mesh import ModelParallelUnit
-from alibi_lm.train.distributed import device, sum_over_ranks
+from alibi_lm.parallel.process_group import sum_over_ranks
 from alibi_lm.train.engine import optimizer_state
 from alibi_lm.train.engine.base import Engine, NotFinite, StepResult
 from alibi_lm.train.engine.deepspeed_config import zero_stage
@@ -50,7 +51,7 @@ class PlainEngine(Engine):
         total = torch.zeros((), dtype=torch.float64)
         mean = stops = norm = 0.0
         for index, batch in enumerate(batches):
-            batch = batch.to(device())
+            batch = batch.to(get_device())
             loss = engine(batch[:, :-1], batch[:, 1:]).mean()
             total += loss.detach().double().cpu()
             if index == len(batches) - 1:
@@ -75,10 +76,10 @@ class PlainEngine(Engine):
         for batch in batches:
             if batch is None:
                 # The same calls as the other ranks: ZeRO-3 gathers weights as modules ask for them.
-                nothing = torch.zeros(1, 1, dtype=torch.int64, device=device())
+                nothing = torch.zeros(1, 1, dtype=torch.int64, device=get_device())
                 engine(nothing, nothing)
                 continue
-            batch = batch.to(device())
+            batch = batch.to(get_device())
             losses = engine(batch[:, :-1], batch[:, 1:])
             total += float(losses.double().sum())
             count += losses.numel()

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from alibi_lm.train.distributed import gather, rank, world_size
+from alibi_lm.parallel.process_group import gather, rank, world_size
 from alibi_lm.train.fault_tolerance.connection import Connection, listen
 from alibi_lm.train.fault_tolerance.failure_detector import GRACE, Heartbeat, Limits, Verdict
 from alibi_lm.train.fault_tolerance.heartbeat import Progress

@@ -279,7 +279,7 @@ def small_disk(folder: Path) -> Iterator[Path]:
 def main(folder: Path, first: int, count: int, kinds: Sequence[str]) -> None:
     """Prepare the runs, then go through the seeds of each kind."""
     # DeepSpeed keeps the groups that it has made for the life of a process.
-    entry._leave = console.close
+    entry.leave_process_group = console.close
     config = config_with_tokenizer(folder / "made")
     start = in_this_process(config)
     base = make_runs(folder, start)

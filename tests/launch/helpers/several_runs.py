@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from alibi_lm.config_loading import apply_overrides, load_yaml
-from alibi_lm.train.distributed import join_process_group
+from alibi_lm.parallel.process_group import join_process_group
 from alibi_lm.train.engine.base import Engine
 from alibi_lm.train.environment import launcher_environment
 from alibi_lm.train.run import pretrain
