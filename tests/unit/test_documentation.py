@@ -3,8 +3,10 @@
 import re
 import shlex
 import tomllib
+from dataclasses import is_dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import click
 import pytest
@@ -14,6 +16,7 @@ import alibi_lm
 from alibi_lm.cli.main import main
 from alibi_lm.config import Config
 from alibi_lm.config_loading import build
+from alibi_lm.evals.config import SuiteConfig
 from alibi_lm.train.checkpointing.resume import MAY_CHANGE
 
 REPOSITORY = Path(__file__).parents[2]
@@ -92,6 +95,27 @@ def test_commands_and_their_options_exist(page: Path) -> None:
         options |= {name for parameter in command.params for name in parameter.secondary_opts}
         options |= {"--help", "-h"}
         assert {word for word in rest if re.match(r"-{1,2}[a-z]", word)} <= options, line
+
+
+def has_key(section: type, names: list[str]) -> bool:
+    """Whether a section of a config, or a section in it, has the key."""
+    hints = get_type_hints(section)
+    if names[0] not in hints:
+        return False
+    inner = [kind for kind in (hints[names[0]], *get_args(hints[names[0]])) if is_dataclass(kind)]
+    return len(names) == 1 or not inner or any(has_key(kind, names[1:]) for kind in inner)
+
+
+@pytest.mark.parametrize("page", [page for page in TEXTS if page != HISTORY], ids=name_of)
+def test_settings_exist(page: Path) -> None:
+    """Keys that stand alone in a code span, and those before a = in a command."""
+    code = code_of(page.read_text(encoding="utf-8"))
+    sections = "|".join({*get_type_hints(Config), *get_type_hints(SuiteConfig)} - {"deepspeed"})
+    pattern = rf"(?:^|[\s\"'])((?:{sections})(?:\.[a-z_0-9]+)+)(?==|$)"
+    for key in re.findall(pattern, code, re.MULTILINE):
+        names = key.split(".")
+        if names[-1] not in ("json", "yaml", "png", "log", "py"):
+            assert has_key(Config, names) or has_key(SuiteConfig, names), key
 
 
 def test_the_checkpoints_page_lists_what_may_change_on_resume() -> None:

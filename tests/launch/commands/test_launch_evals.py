@@ -154,10 +154,18 @@ def test_ranks_that_share_a_models_heads_leave_far_keys_out(run: Path, tmp_path:
     assert done.stdout.count("each head leaves out at most 1e-06 of a row") == 2
 
 
-def test_the_script_shares_a_model_that_no_rank_holds(run: Path, tmp_path: Path) -> None:
+def test_the_command_shares_a_model_that_no_rank_holds(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a folder without the repository's scripts, as `alibi-lm eval --help` says."""
     out = tmp_path / "out"
-    program = REPOSITORY / "evals" / "perplexity.py"
-    done = deepspeed(program, str(run), "parallel.tp=2", "--out", str(out), *PERPLEXITY)
+    monkeypatch.chdir(tmp_path)
+    arguments = ["perplexity", str(run), "parallel.tp=2", "--out", str(out), *PERPLEXITY]
+    line = command(Path("eval"), *arguments, program=Path("alibi_lm"))
+    line.insert(line.index("alibi_lm"), "--module")
+    done = subprocess.run(
+        line, env=environment(), capture_output=True, text=True, timeout=600, check=False
+    )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     single = alone(run, "perplexity", tmp_path / "alone")
     found = json.loads((out / "perplexity.json").read_text())
