@@ -6,7 +6,7 @@ import tomllib
 from dataclasses import is_dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import click
 import pytest
@@ -97,7 +97,7 @@ def test_commands_and_their_options_exist(page: Path) -> None:
         assert {word for word in rest if re.match(r"-{1,2}[a-z]", word)} <= options, line
 
 
-def has_key(section: type, names: list[str]) -> bool:
+def has_key(section: Any, names: list[str]) -> bool:
     """Whether a section of a config, or a section in it, has the key."""
     hints = get_type_hints(section)
     if names[0] not in hints:
