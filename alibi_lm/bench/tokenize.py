@@ -13,7 +13,7 @@ from typing import Any
 from alibi_lm.bench.interleaved_timing import interleaved, markdown, paired_ratio, publish, timed
 from alibi_lm.data.config import RecipeConfig, SourceConfig
 from alibi_lm.data.indexed import token_dtype
-from alibi_lm.data.preparation.documents import Document, Reader
+from alibi_lm.data.preparation.documents import Document, DocumentReader
 from alibi_lm.data.preparation.tokenization import BATCH_BYTES
 from alibi_lm.data.preparation.workers import Encoder, Workers, available_cores
 from alibi_lm.data.tokenizer import Tokenizer
@@ -145,7 +145,7 @@ def _batches(recipe: RecipeConfig, num_bytes: int) -> Iterator[list[str]]:
 def _start(source: SourceConfig, num_bytes: int) -> Iterator[Document]:
     """Documents from the start of a source until there are `num_bytes` of them."""
     total = 0
-    for document in Reader(source):
+    for document in DocumentReader(source):
         yield document
         total += document.num_bytes
         if total >= num_bytes:

@@ -1,4 +1,4 @@
-"""Between runs and Hugging Face folders: export and import."""
+"""The commands `export` and `import`: runs to and from Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from alibi_lm.cli.arguments import OVERRIDES, RUN
 PARITY = click.option(
     "--parity",
     type=click.Choice(["logits", "blockwise", "weights"]),
-    help="What is compared: logits of both models whole (the default where memory holds them) or "
-    "block by block (the default for larger ones), or only the bits of the weights.",
+    help="What the parity check compares: logits (the default if both models fit in memory), "
+    "logits computed block by block (the default for larger models), or only the weights.",
 )
 
 
@@ -31,7 +31,7 @@ PARITY = click.option(
     "--format",
     "layout",
     type=click.Choice(["mpt", "bloom"]),
-    help="Hugging Face class; by default the one that the model's shape fits.",
+    help="Hugging Face class; by default the one that fits model.architecture.",
 )
 @click.option("--tokenizer/--no-tokenizer", default=True, help="Whether to write a tokenizer.")
 @PARITY
@@ -39,10 +39,12 @@ PARITY = click.option(
     "--with-code",
     is_flag=True,
     help="Write our own modeling file beside the weights, for trust_remote_code: for windows and "
-    "position schemes that no stock class computes.",
+    "position schemes that no transformers class computes.",
 )
-@click.option("--push", metavar="REPO", help="Upload the proven folder to the hub's REPO.")
-@click.option("--private/--public", default=None, help="Who sees a REPO made now.  [private]")
+@click.option("--push", metavar="REPO", help="Upload the folder to REPO on the Hub.")
+@click.option(
+    "--private/--public", default=None, help="Visibility of a REPO that is created.  [private]"
+)
 @click.option("--dry-run", is_flag=True, help="With --push: list what would be uploaded.")
 def export(
     run: Path,
@@ -56,7 +58,7 @@ def export(
     private: bool | None,
     dry_run: bool,
 ) -> None:
-    """Write RUN as a Hugging Face folder, reload it, and compare its logits.
+    """Export RUN as a Hugging Face folder and check that its logits agree.
 
     OUT is by default RUN/hf/step_XXXXXXXX. --push needs a login (`hf auth login`, or HF_TOKEN).
     """
@@ -72,7 +74,7 @@ def export(
             check_login()
     elif dry_run or private is not None:
         option = "--dry-run" if dry_run else "--private" if private else "--public"
-        raise ConfigError(Problem(option, None, "says how to push", "give --push REPO too"))
+        raise ConfigError(Problem(option, None, "has no effect without --push", "add --push REPO"))
     step = open_to_export(run)
     folder = out or step.hf_folder
     run_export(step, folder, dtype=dtype, format=layout, tokenizer=tokenizer,
@@ -85,7 +87,7 @@ def export(
 @click.argument("folder", type=click.Path(path_type=Path))
 @RUN
 @OVERRIDES
-@click.option("--tokenizer/--no-tokenizer", default=True, help="Whether to take its tokenizer.")
+@click.option("--tokenizer/--no-tokenizer", default=True, help="Whether to import its tokenizer.")
 @click.option("--allow-pickle", is_flag=True, help="Read pytorch_model.bin files (tensors only).")
 @PARITY
 def import_command(
@@ -96,9 +98,9 @@ def import_command(
     allow_pickle: bool,
     parity: str | None,
 ) -> None:
-    """Make RUN of the BLOOM or MPT model in FOLDER, and compare its logits.
+    """Import the BLOOM or MPT model in FOLDER as RUN and check that its logits agree.
 
-    RUN can be judged, exported, generated from, and given to train.init_from.
+    RUN can be evaluated, exported, used for generation, and named in train.init_from.
     """
     from alibi_lm.hf.importing.importer import import_folder
 

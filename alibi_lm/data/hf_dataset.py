@@ -11,9 +11,9 @@ from alibi_lm.data.indexed import TokenFile
 def load_corpus(prefix: str | Path) -> Any:
     """The documents of prepared token files as a `datasets.Dataset`.
 
-    It has one column, `input_ids`: the tokens of a document, the end token included, in the stored
-    type. It lies on the mapped `.bin` file itself, so nothing is read before it is used and no copy
-    is made; `to_iterable_dataset`, `with_format("torch")`, `map` and `to_parquet` do the rest.
+    Its only column, `input_ids`, holds a document's tokens with the end token, in the stored dtype.
+    It is a view of the memory-mapped `.bin` file, read on use and without a copy. Continue with
+    `to_iterable_dataset`, `with_format("torch")`, `map` or `to_parquet`.
 
     Args:
         prefix: path without the .bin and .idx endings, such as prepared/demo/stdlib_train.
@@ -29,5 +29,5 @@ def load_corpus(prefix: str | Path) -> Any:
     tokens = pyarrow.array(file.read(0, file.num_tokens))  # no copy of a native numeric array
     documents = pyarrow.LargeListArray.from_arrays(file.document_starts, tokens)
     table = InMemoryTable(pyarrow.table({"input_ids": documents}))
-    # A fingerprint of its own: datasets would read the whole table to make one.
+    # An explicit fingerprint: datasets would read the whole table to compute one.
     return Dataset(table, fingerprint=file.digest[:16])

@@ -1,4 +1,4 @@
-r"""Megatron-LM's indexed token files: a `.bin` of tokens and an `.idx` that cuts it up.
+r"""Megatron-LM's indexed token files: a `.bin` of tokens and an `.idx` of document boundaries.
 
 Layout of the `.idx` (little endian), after `megatron/core/datasets/indexed_dataset.py`:
 
@@ -48,11 +48,11 @@ _FLOAT_CODES = (6, 7)
 _DIGEST_BLOCKS, _DIGEST_BYTES = 256, 4096
 _MAX_SEQUENCE = 2**31 - 1
 _CHUNK = 1 << 22
-"""Entries of an index handled at a time, so that huge indexes need little memory."""
+"""Index entries processed at a time, to bound memory."""
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The token type for a vocabulary, by Megatron's own rule: uint16 below 65,500, else int32."""
+    """The token dtype for a vocabulary, by Megatron's rule: uint16 below 65,500, else int32."""
     return _DTYPES[8] if vocab_size < 65500 else _DTYPES[4]
 
 
@@ -133,8 +133,8 @@ class TokenFile:
             rule = f"is cut short: {expected:,} bytes expected, {found:,} bytes found"
             raise DataError(Problem(str(path), None, rule, "copy or prepare it again"))
         if found > expected:
-            rule = f"is not its index's: {expected:,} bytes expected, {found:,} bytes found"
-            raise DataError(Problem(str(path), None, rule, "put the matching .bin and .idx"))
+            rule = f"does not match its index: {expected:,} bytes expected, {found:,} bytes found"
+            raise DataError(Problem(str(path), None, rule, "use the matching .bin and .idx"))
 
     def __getstate__(self) -> dict[str, Any]:
         return {"prefix": self.prefix}
@@ -145,7 +145,7 @@ class TokenFile:
 
     @property
     def digest(self) -> str:
-        """Cheap fingerprint: SHA-256 of the index, the size of the tokens and samples of them.
+        """Fingerprint: SHA-256 of the index, the size of the .bin, and samples of it.
 
         The samples are 256 blocks of 4 KiB, evenly spaced: all of a file of up to 1 MiB.
         """
@@ -184,7 +184,7 @@ class TokenFile:
         return self._tokens[start:stop]
 
     def read(self, start: int, stop: int) -> NDArray[Any]:
-        """Tokens [start, stop) of all documents put one after another (a read-only view)."""
+        """Tokens [start, stop) of all documents concatenated (a read-only view)."""
         if not 0 <= start <= stop <= self.num_tokens:
             raise IndexError(f"tokens {start} to {stop} of {self.num_tokens}")
         return self._tokens[start:stop]
@@ -235,7 +235,7 @@ def _read_header(path: Path) -> tuple[np.dtype[Any], int, int]:
     if version != VERSION:
         raise DataError(Problem(str(path), version, "is not version 1 of the index format", fix))
     if code not in _DTYPES:
-        what = "floats, not tokens" if code in _FLOAT_CODES else "a type that is not known"
+        what = "floats, not tokens" if code in _FLOAT_CODES else "an unknown type"
         raise DataError(Problem(str(path), None, f"holds {what} (type code {code})", fix))
     expected = _HEADER.size + 12 * num_sequences + 8 * num_ends
     if size < expected or num_ends < 1:
@@ -247,10 +247,10 @@ def _read_header(path: Path) -> tuple[np.dtype[Any], int, int]:
 class TokenFileWriter:
     """Writes a token file pair, each document one sequence, as Megatron's preprocessing does.
 
-    Tokens go to `.PREFIX.bin.partial` and lengths to `.PREFIX.lengths.partial`; `finish` gives
-    them their names, the .idx last, so that an .idx never stands beside half a .bin. `flush`
-    returns how far both files are safe on the storage device; a writer made with that state cuts
-    off what came later and goes on from there.
+    Tokens go to `.PREFIX.bin.partial` and lengths to `.PREFIX.lengths.partial`; `finish` renames
+    the .bin and then the .idx, so that an .idx never exists beside half a .bin. `flush` syncs both
+    files and returns their state; a writer created from that state truncates the files to it and
+    continues.
     """
 
     def __init__(
@@ -287,7 +287,7 @@ class TokenFileWriter:
         self.add(np.array(tokens, self.dtype), np.array([len(tokens)], np.int32))
 
     def flush(self) -> dict[str, int]:
-        """Put all that was added on the storage device, and return the state to go on from."""
+        """Sync all that was added, and return the state to resume from."""
         for file in (self._bin, self._lengths):
             os.fsync(file.fileno())
         return {"documents": self.num_documents, "tokens": self.num_tokens}
@@ -298,7 +298,7 @@ class TokenFileWriter:
         self._lengths.close()
 
     def finish(self) -> TokenFile:
-        """Write the index, give both files their names, and open the pair."""
+        """Write the index, rename both files, and open the pair."""
         self.flush()
         self.close()
         index = idx_path(self.prefix)
@@ -334,7 +334,7 @@ class TokenFileWriter:
 
 
 def partial_paths(prefix: Path) -> tuple[Path, Path]:
-    """Where a writer of `prefix` keeps its tokens and its lengths until it has finished."""
+    """Paths of a writer's tokens and lengths before `finish`."""
     return (
         prefix.with_name(f".{prefix.name}.bin.partial"),
         prefix.with_name(f".{prefix.name}.lengths.partial"),
@@ -342,18 +342,18 @@ def partial_paths(prefix: Path) -> tuple[Path, Path]:
 
 
 def _write(file: io.FileIO, content: bytes) -> None:
-    """Write all of `content`; without a buffer, a full disk is met here and not when closing."""
+    """Write all of `content`, unbuffered, so that a full disk raises here and not at close."""
     view = memoryview(content)
     while view:
         view = view[file.write(view) :]
 
 
 def _open_at(path: Path, size: int) -> io.FileIO:
-    """Open a file for appending after its first `size` bytes; what is behind them is cut off."""
+    """Truncate a file to `size` bytes and open it for appending."""
     found = path.stat().st_size if path.exists() else 0
     if found < size:
         rule = f"is cut short: {size:,} bytes expected, {found:,} bytes found"
-        raise DataError(Problem(str(path), None, rule, "prepare with overwrite"))
+        raise DataError(Problem(str(path), None, rule, "prepare again with --overwrite"))
     file = io.FileIO(path, "ab")
     file.truncate(size)
     return file

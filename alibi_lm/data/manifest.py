@@ -1,4 +1,4 @@
-"""manifest.json: what a prepared folder holds and what it was made from."""
+"""manifest.json: the content of a prepared folder and the recipe behind it."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from alibi_lm.utils.errors import DataError, Problem
 MANIFEST = "manifest.json"
 FORMAT = 1
 _FREE_KEYS = ("output", "num_workers")
-"""Keys of a recipe that do not change what is made."""
+"""Recipe keys that do not change the result."""
 
 
 def read_manifest(path: Path) -> dict[str, Any] | None:
-    """A manifest, or None where there is none.
+    """Read a manifest; None if the file does not exist.
 
     Raises:
-        DataError: the file is there and is no manifest.
+        DataError: the file is not a manifest.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -33,19 +33,16 @@ def read_manifest(path: Path) -> dict[str, Any] | None:
         return None
     except (OSError, ValueError) as error:
         detail = " ".join(str(error).split())
-        fix = "prepare again with overwrite"
+        fix = "prepare again with --overwrite"
         raise DataError(Problem(str(path), None, f"is not a manifest ({detail})", fix)) from None
     if not isinstance(content, dict) or not {"recipe", "tokenizer"} <= content.keys():
-        fix = "prepare again with overwrite"
+        fix = "prepare again with --overwrite"
         raise DataError(Problem(str(path), None, "is not a manifest", fix))
     return content
 
 
 def manifest_for(prefix: str | Path) -> dict[str, Any] | None:
-    """The manifest beside a token file; None for files of another framework.
-
-    A manifest.json that is not about this file (another program's, say) counts as none.
-    """
+    """The manifest that lists a token file; None for files of another framework."""
     prefix = Path(prefix)
     try:
         manifest = read_manifest(prefix.parent / MANIFEST)
@@ -56,7 +53,7 @@ def manifest_for(prefix: str | Path) -> dict[str, Any] | None:
 
 
 def check_tokenizer(prefix: str | Path, tokenizer: Tokenizer) -> None:
-    """Refuse a tokenizer that did not make a token file. Files without a manifest pass.
+    """Refuse a tokenizer other than the one behind a token file; files without a manifest pass.
 
     Raises:
         DataError: the manifest beside the file names another tokenizer.
@@ -64,22 +61,22 @@ def check_tokenizer(prefix: str | Path, tokenizer: Tokenizer) -> None:
     manifest = manifest_for(prefix)
     if manifest is None:
         return
-    made_by = manifest["tokenizer"]["digest"]
-    if made_by != tokenizer.digest:
+    expected = manifest["tokenizer"]["digest"]
+    if expected != tokenizer.digest:
         folder = Path(prefix).parent / "tokenizer"
-        rule = f"is not the tokenizer of {prefix} ({tokenizer.digest[:12]}, not {made_by[:12]})"
-        raise DataError(Problem(str(tokenizer.file), None, rule, f"take {folder}"))
+        rule = f"is not the tokenizer of {prefix} ({tokenizer.digest[:12]}, not {expected[:12]})"
+        raise DataError(Problem(str(tokenizer.file), None, rule, f"use {folder}"))
 
 
 def versions() -> dict[str, str]:
-    """Versions of what makes token files."""
+    """Versions of the packages that determine token files."""
     packages = ("datasets", "numpy", "sentencepiece", "tokenizers")
     found = {"alibi_lm": alibi_lm.__version__, "python": platform.python_version()}
     return found | {package: version(package) for package in packages}
 
 
 def comparable(recipe: RecipeConfig | dict[str, Any]) -> dict[str, Any]:
-    """A recipe as dotted keys, sources by name, without the keys that change nothing."""
+    """A recipe as dotted keys, sources by name, without the keys in `_FREE_KEYS`."""
     content = dict(to_dict(recipe))
     for key in _FREE_KEYS:
         content.pop(key, None)
@@ -88,10 +85,10 @@ def comparable(recipe: RecipeConfig | dict[str, Any]) -> dict[str, Any]:
 
 
 def different_keys(old: dict[str, Any], new: RecipeConfig) -> Iterator[Problem]:
-    """The keys in which a new recipe differs from the one that a folder was made from."""
+    """The keys in which a new recipe differs from the one a folder was prepared from."""
     before, now = comparable(old), comparable(new)
     for key in sorted(before.keys() | now.keys()):
         if before.get(key) != now.get(key):
             rule = f"was {before.get(key)!r} when {new.output} was prepared"
-            fix = "name another output, or prepare again with overwrite"
+            fix = "name another output, or pass --overwrite"
             yield Problem(key, repr(now.get(key)), rule, fix)

@@ -1,4 +1,4 @@
-"""Pure functions on whole numbers that make sampling a function of (seed, index), no tables."""
+"""Integer functions that make sampling a function of (seed, index), without tables."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _NUM_ROUNDS = 8
 
 
 def hash64(*parts: int | str) -> int:
-    """64 bits that depend on every part and on nothing else."""
+    """64-bit hash of all parts."""
     text = "\x1f".join(str(part) for part in parts)
     return struct.unpack("<Q", hashlib.blake2b(text.encode(), digest_size=8).digest())[0]
 
@@ -25,8 +25,8 @@ def mix64(value: int) -> int:
 class Permutation:
     """A permutation of 0 .. size-1 chosen by a key, computed entry by entry in O(1) memory.
 
-    A Feistel network permutes the numbers below the next power of 4; numbers that fall outside
-    the range are sent through again until they are inside ("cycle walking", Black and Rogaway
+    A Feistel network permutes the numbers below the next power of 4; numbers outside the
+    range are permuted again until they are inside ("cycle walking", Black and Rogaway
     2002), on average fewer than 4 times.
     """
 
@@ -39,7 +39,7 @@ class Permutation:
         self._keys = [hash64("round", key, number) for number in range(_NUM_ROUNDS)]
 
     def __call__(self, index: int) -> int:
-        """Where `index` goes."""
+        """The image of `index`."""
         if not 0 <= index < self.size:
             raise IndexError(f"{index} of a permutation of {self.size} numbers")
         while True:

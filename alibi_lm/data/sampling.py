@@ -1,7 +1,7 @@
-"""Which tokens sample i of a run is made of: a pure function of (seed, i).
+"""The tokens of sample i of a run: a pure function of (seed, i).
 
-Nothing here knows of ranks, micro-batches, accumulation or steps but `batch_indices`, which says
-which of the run's samples a micro-batch is; so a run's state is one number, the samples consumed.
+Only `batch_indices` knows about ranks, micro-batches, accumulation and steps: it lists the samples
+of each micro-batch. So the data state of a run is one number, the samples consumed.
 """
 
 from __future__ import annotations

@@ -14,15 +14,15 @@ _CHUNK = 1 << 20
 
 
 class TokenStream:
-    """All documents of a token file one after another, each ended by one eos.
+    """All documents of a token file concatenated, each followed by one eos.
 
-    Files of other frameworks may have been written without end-of-sequence tokens, in all or in
-    some documents. Where a document does not end in `eos_id`, the stream has one after it that
-    the file has not; the file's own are not doubled. An empty document adds nothing.
+    Files of other frameworks may lack end-of-sequence tokens in some or all documents. Where a
+    document does not end in `eos_id`, the stream inserts one; existing ones are not doubled. An
+    empty document adds nothing.
 
     Attributes:
         num_tokens: tokens of the stream, inserted ones included.
-        num_inserted: how many ends the file did not have.
+        num_inserted: end tokens that the file does not have.
     """
 
     def __init__(self, file: TokenFile, eos_id: int | None) -> None:
@@ -91,9 +91,9 @@ class TokenStream:
 
 
 def _prepared_with(file: TokenFile, eos_id: int) -> bool:
-    """Whether a manifest says that every document of the file ends in `eos_id`.
+    """Whether a manifest states that every document of the file ends in `eos_id`.
 
-    Looking for it costs a read of the whole .bin where documents are short.
+    Checking the file itself may read the whole .bin.
     """
     manifest = manifest_for(file.prefix)
     if manifest is None or manifest["tokenizer"]["eos_id"] != eos_id:

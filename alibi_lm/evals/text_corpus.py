@@ -9,7 +9,7 @@ from typing import Literal
 
 from alibi_lm.data.config import SourceConfig
 from alibi_lm.data.indexed import TokenFileWriter, idx_path, token_dtype
-from alibi_lm.data.preparation.documents import Reader
+from alibi_lm.data.preparation.documents import DocumentReader
 from alibi_lm.data.preparation.sources import fingerprint
 from alibi_lm.data.tokenizer import Tokenizer
 from alibi_lm.parallel.errors import run_on_rank0
@@ -64,7 +64,7 @@ def _write(
 ) -> None:
     writer = TokenFileWriter(prefix, token_dtype(tokenizer.vocab_size))
     for source in sources:
-        for document in Reader(source):
+        for document in DocumentReader(source):
             writer.add_document([*tokenizer.encode(document.text), tokenizer.eos_id])
     if not writer.num_documents:
         writer.close()

@@ -1,4 +1,4 @@
-"""Reading the weights of a Hugging Face folder that is not trusted, one tensor at a time."""
+"""Reads the weights of an untrusted Hugging Face folder, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
-"""Stored types that fp32 holds exactly, by their names in safetensors."""
+"""Stored dtypes that fp32 represents exactly, by their names in safetensors."""
 _SHOWN = 4
 _FIX = "restore the folder"
 
 
-class SourceFolder:
+class WeightsReader:
     """The tensors of a Hugging Face folder. A context manager.
 
     Attributes:
         files: the weights files, in order.
-        shapes: shape of each tensor by its name in the class.
-        dtypes: stored type of each.
+        shapes: shape of each tensor by its name in the `transformers` class.
+        dtypes: stored dtype of each.
 
     Raises:
-        CheckpointError: no weights, pickled ones that were not asked for, an index or a link
-            that leads out of the folder, a file that cannot be read.
+        CheckpointError: the folder has no weights, or only pickled ones without `allow_pickle`;
+            an index or link points outside the folder; a file cannot be read.
     """
 
     def __init__(self, folder: Path, prefix: str, *, allow_pickle: bool = False) -> None:
@@ -47,10 +47,9 @@ class SourceFolder:
 
         Args:
             folder: the folder.
-            prefix: what the class's names begin with; a folder saved from the bare base model
-                lacks it.
-            allow_pickle: whether `pytorch_model.bin` files are read, by torch's loader for
-                weights only, where there are no safetensors.
+            prefix: prefix of the tensor names; a folder saved from the base model lacks it.
+            allow_pickle: read `pytorch_model.bin` files (`weights_only=True`) where there are
+                no safetensors files.
         """
         self.folder = folder
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -68,7 +67,7 @@ class SourceFolder:
             self._stack.close()
             raise
 
-    def __enter__(self) -> SourceFolder:
+    def __enter__(self) -> WeightsReader:
         return self
 
     def __exit__(
@@ -101,12 +100,12 @@ class SourceFolder:
             return self._stack.enter_context(safe_open(path, framework="pt"))
         except (OSError, SafetensorError) as error:
             detail = " ".join(str(error).split())
-            rule = f"is damaged or no safetensors file ({detail})"
+            rule = f"is damaged or not a safetensors file ({detail})"
             raise CheckpointError(Problem(str(path), None, rule, _FIX)) from None
 
     def _pickled(self, path: Path) -> dict[str, Tensor]:
         try:
-            # Mapped: a tensor is in memory while it is used. Nothing but tensors is unpickled.
+            # mmap loads a tensor when it is used; weights_only unpickles nothing but tensors.
             loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except Exception as error:  # damaged, unsafe and old files raise errors of many kinds
             detail = " ".join(str(error).split())[:120]
@@ -115,11 +114,11 @@ class SourceFolder:
         if not isinstance(loaded, dict) or not all(
             isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in loaded.items()
         ):
-            raise CheckpointError(Problem(str(path), None, "is no dict of tensors", _FIX))
+            raise CheckpointError(Problem(str(path), None, "is not a dict of tensors", _FIX))
         return loaded
 
     def _name(self, prefix: str) -> None:
-        """Give the tensors of a bare base model the names that they have in the whole class."""
+        """Add the prefix to the tensor names of a folder saved from the base model."""
         if any(name.startswith(prefix) for name in self.shapes):
             return
         for table in (self.shapes, self.dtypes, self._readers):
@@ -127,8 +126,8 @@ class SourceFolder:
             table.clear()
             cast("dict[str, Any]", table).update(renamed)
 
-    def amiss(self, name: str, shape: Sequence[int]) -> str | None:
-        """What is wrong with a tensor that should have this shape, or None."""
+    def shape_error(self, name: str, shape: Sequence[int]) -> str | None:
+        """Why a tensor does not have this shape, or None if it does."""
         if name not in self.shapes:
             return "is missing"
         if self.shapes[name] != tuple(shape):
@@ -136,21 +135,23 @@ class SourceFolder:
         return None
 
     def problems(self, expected: Mapping[str, Sequence[int]], tied: str | None) -> list[Problem]:
-        """What is missing, of another shape or type, or beyond the `expected` tensors.
+        """Tensors that are missing, unexpected, or have the wrong shape or an unsupported dtype.
 
-        `tied` is the name of a copy that a folder may hold of a tensor it does not need.
+        `tied` names a tied output layer, which the folder may store or leave out.
         """
-        found = [
-            (name, rule) for name, shape in expected.items() if (rule := self.amiss(name, shape))
+        errors = [
+            (name, rule)
+            for name, shape in expected.items()
+            if (rule := self.shape_error(name, shape))
         ]
         for name in self.shapes:
             if name not in expected and name != tied:
-                found.append((name, "is no tensor of the class that config.json names"))
+                errors.append((name, "is not a tensor of the class that config.json names"))
             elif self.dtypes[name] not in DTYPES.values():
-                found.append((name, "is of a type that fp32 does not hold exactly"))
-        if len(found) > _SHOWN:
-            found[_SHOWN - 1 :] = [(f"and {len(found) - _SHOWN + 1} more tensors", "are wrong")]
-        return [Problem(f"{self.folder}: {name}", None, rule, _FIX) for name, rule in found]
+                errors.append((name, "has a dtype that fp32 cannot represent exactly"))
+        if len(errors) > _SHOWN:
+            errors[_SHOWN - 1 :] = [(f"and {len(errors) - _SHOWN + 1} more tensors", "are wrong")]
+        return [Problem(f"{self.folder}: {name}", None, rule, _FIX) for name, rule in errors]
 
     def tensor(self, name: str) -> Tensor:
         """One tensor as it is stored.
@@ -161,7 +162,7 @@ class SourceFolder:
         return self._read(name, None)
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows [start, stop) of a matrix as it is stored, up to its last.
+        """Rows [start, min(stop, height)) of a matrix as it is stored.
 
         Raises:
             CheckpointError: they cannot be read.
@@ -183,34 +184,34 @@ class SourceFolder:
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:
-    """A JSON object of the folder.
+    """Read a JSON object from the folder.
 
     Raises:
-        CheckpointError: it is missing, leads out of the folder, or is none.
+        CheckpointError: the file is missing, outside the folder, or not a JSON object.
     """
-    path = inside(folder, name)
+    path = plain_file(folder, name)
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         rule = f"cannot be read ({' '.join(str(error).split())[:120]})"
         raise CheckpointError(Problem(str(path), None, rule, _FIX)) from None
     if not isinstance(value, dict):
-        raise CheckpointError(Problem(str(path), None, "is no JSON object", _FIX))
+        raise CheckpointError(Problem(str(path), None, "is not a JSON object", _FIX))
     return value
 
 
-def inside(folder: Path, name: str) -> Path:
-    """The path of a plain file of the folder.
+def plain_file(folder: Path, name: str) -> Path:
+    """The path of a regular file in the folder.
 
-    The hub's cache links a file of `snapshots/REVISION/` to one of its own `blobs/`; no other
-    link that leads out of the folder is followed.
+    Files in the Hub cache's `snapshots/REVISION/` may be links into its `blobs/`; any other link
+    out of the folder is refused.
 
     Raises:
-        CheckpointError: the name is a path, or the file is missing, none, or elsewhere.
+        CheckpointError: `name` is a path, or the file is missing, not regular, or outside.
     """
     path = folder / name
     if not name or name in (".", "..") or "/" in name or "\\" in name or "\0" in name:
-        rule = "is a path, where the name of a file in the folder is wanted"
+        rule = "is a path; expected the name of a file in the folder"
         raise CheckpointError(Problem(f"{folder}: {name!r}", None, rule, _FIX))
     if not os.path.lexists(path):
         raise CheckpointError(Problem(str(path), None, "is missing", _FIX))
@@ -221,24 +222,24 @@ def inside(folder: Path, name: str) -> Path:
             rule = f"is a link out of the folder, to {target}"
             raise CheckpointError(Problem(str(path), None, rule, "put the file itself there"))
     if not path.exists() or not stat.S_ISREG(path.stat().st_mode):
-        raise CheckpointError(Problem(str(path), None, "is no file", _FIX))
+        raise CheckpointError(Problem(str(path), None, "is not a regular file", _FIX))
     return path
 
 
 def _weights_files(folder: Path, allow_pickle: bool) -> tuple[list[str], dict[str, str] | None]:
-    """Names of the weights files, and the tensor-to-file map of their index, if they have one."""
+    """Names of the weights files, and the tensor-to-file map of their index, if any."""
     for name in (SAFETENSORS, PICKLED) if allow_pickle else (SAFETENSORS,):
         index = f"{name}.index.json"
         if os.path.lexists(folder / name):
-            inside(folder, name)
+            plain_file(folder, name)
             return [name], None
         if os.path.lexists(folder / index):
             return _indexed(folder, index, Path(name).suffix)
     if any(_pickles(folder)):
-        rule = "holds pickled weights only, which can run code when they are read"
-        fix = "convert them to safetensors, or import them with --allow-pickle (tensors only)"
+        rule = "holds only pickled weights, which can run code when loaded"
+        fix = "convert them to safetensors, or import with --allow-pickle (loads tensors only)"
         raise CheckpointError(Problem(str(folder), None, rule, fix))
-    rule = f"holds no {SAFETENSORS}, nor its index"
+    rule = f"holds neither {SAFETENSORS} nor its index"
     raise CheckpointError(Problem(str(folder), None, rule, "name a Hugging Face folder"))
 
 
@@ -257,11 +258,11 @@ def _indexed(folder: Path, index: str, suffix: str) -> tuple[list[str], dict[str
             rule = f"names no file for {name}"
             raise CheckpointError(Problem(str(path), None, rule, _FIX))
         if not file.endswith(suffix):
-            rule = f"names {file!r} for {name}, which is no {suffix} file"
+            rule = f"names {file!r} for {name}, which is not a {suffix} file"
             raise CheckpointError(Problem(str(path), None, rule, _FIX))
     files = sorted(set(weight_map.values()))
     for file in files:
-        inside(folder, file)
+        plain_file(folder, file)
     return files, weight_map
 
 
@@ -270,7 +271,7 @@ def _check_index(folder: Path, index: dict[str, str] | None, stored: Mapping[str
         return
     for name, file in index.items():
         if stored.get(name) != file:
-            rule = f"is not in {file}, where the index has it"
+            rule = f"is not in {file}, where the index places it"
             raise CheckpointError(Problem(f"{folder}: {name}", None, rule, _FIX))
     for name in stored.keys() - index.keys():
         rule = f"is in {stored[name]} and not in the index"

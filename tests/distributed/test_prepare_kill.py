@@ -153,5 +153,5 @@ def test_a_killed_worker_is_an_error_and_not_a_wait(recipe_path: Path, whole: ob
         results = workers.map((number, ["text " * 1000] * 10) for number in range(1000))
         next(results)
         workers._processes[0].kill()
-        with pytest.raises(DataError, match="tokenizing process: ended with exit code -9"):
+        with pytest.raises(DataError, match="tokenizing process: died with exit code -9"):
             list(results)

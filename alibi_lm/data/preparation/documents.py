@@ -1,4 +1,4 @@
-"""Documents of a source, read through Hugging Face `datasets`, one at a time.
+"""Read the documents of a source one at a time, through Hugging Face `datasets`.
 
 Local files are streamed, so a corpus may be larger than memory. Text and jsonl files go through
 `IterableDataset.from_generator` instead of the builders of `datasets`, which change documents: its
@@ -36,38 +36,38 @@ class Document:
     origin: str
     """The file (and line) or dataset it comes from."""
     num_bytes: int
-    """Its length in UTF-8."""
+    """Length in UTF-8."""
     digest: bytes
     """SHA-256 of its UTF-8."""
     pieces: tuple[str, ...] | None = None
-    """The parts of the text that are to be encoded one by one; None: the text as a whole."""
+    """Parts of the text to encode separately; None encodes the whole text."""
 
     @property
     def share(self) -> float:
-        """The hash as a number in [0, 1): the document's place in the split."""
+        """The hash as a number in [0, 1), compared with `validation_fraction`."""
         return int.from_bytes(self.digest[:7], "big") / 2**56
 
 
 @dataclass
-class Reader:
-    """Iterates over the kept documents of a source and counts the others.
+class DocumentReader:
+    """Iterates over the kept documents of a source and counts the skipped ones.
 
-    `position` counts the rows read so far, left out ones included: a reader made with the
-    position, counts and names of another goes on where that one was.
+    `position` counts the rows read so far, skipped ones included: a reader created from the
+    `state` of another continues after its last row.
     """
 
     source: SourceConfig
     position: int = 0
     kept: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
-    """Documents left out, by reason: empty, too_short, too_long, no_text, not_utf8."""
+    """Skipped documents by reason: empty, too_short, too_long, no_text, not_utf8."""
     skipped_names: list[str] = field(default_factory=list)
-    """Origins of those that are not UTF-8, the first 100."""
-    make: Callable[[int], tuple[str, ...]] | None = None
-    """What makes the pieces of document number i, where documents are made and not read."""
+    """Origins of the first 100 that are not UTF-8."""
+    generate: Callable[[int], tuple[str, ...]] | None = None
+    """Generates the pieces of document i, for sources that are not read from files."""
 
     def state(self) -> dict[str, Any]:
-        """What a reader that goes on from here is made of, as JSON."""
+        """The position and counts as JSON, for `from_state`."""
         return {
             "position": self.position,
             "kept": self.kept,
@@ -80,16 +80,16 @@ class Reader:
         cls,
         source: SourceConfig,
         state: dict[str, Any],
-        make: Callable[[int], tuple[str, ...]] | None = None,
-    ) -> Reader:
-        """The reader whose `state` that was."""
+        generate: Callable[[int], tuple[str, ...]] | None = None,
+    ) -> DocumentReader:
+        """A reader that continues from a `state`."""
         return cls(
             source,
             state["position"],
             state["kept"],
             Counter(state["skipped"]),
             list(state["skipped_names"]),
-            make,
+            generate,
         )
 
     def __iter__(self) -> Iterator[Document]:
@@ -107,12 +107,12 @@ class Reader:
 
     def _rows(self) -> Iterator[tuple[str | bytes | None, str, tuple[str, ...] | None]]:
         """Text, origin and pieces of each row from `position` on."""
-        if self.make is None:
+        if self.generate is None:
             for text, origin in _rows(self.source, self.position):
                 yield text, origin, None
             return
         for index in count(self.position):
-            pieces = self.make(index)
+            pieces = self.generate(index)
             yield "".join(pieces), f"source {self.source.name}, document {index:,}", pieces
 
     def _keep(

@@ -1,4 +1,4 @@
-"""Sources whose documents are made and not read: what makes them, given the recipe's tokenizer."""
+"""Sources of synthetic documents: their generators, given the recipe's tokenizer."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from dataclasses import replace
 from itertools import islice
 
 from alibi_lm.data.config import ReasoningConfig, RecallConfig, RecipeConfig, SourceConfig
-from alibi_lm.data.preparation.documents import Document, Reader
+from alibi_lm.data.preparation.documents import Document, DocumentReader
 from alibi_lm.data.tokenizer import Tokenizer
 from alibi_lm.tasks import passkey
 from alibi_lm.tasks.reasoning import ReasoningGenerator
 from alibi_lm.tasks.recall_documents import Filler, RecallGenerator
 
 SAMPLE_DOCUMENTS = 500
-"""Documents of a source that a new tokenizer is trained on at most."""
+"""Most documents of a generated source that a new tokenizer is trained on."""
 _SENTENCES = " ".join(passkey.FILLER) + "\n"
 _BYTES_A_TOKEN = 4
 
 Encode = Callable[[str], list[int]]
-Maker = Callable[[int], tuple[str, ...]]
+DocumentGenerator = Callable[[int], tuple[str, ...]]
 """Document number i as pieces of text: a pure function of the recipe and i."""
 
 
-def maker(
+def document_generator(
     recipe: RecipeConfig, source: SourceConfig, tokenizer: Tokenizer, long_validation: set[str]
-) -> Maker | None:
-    """What makes the documents of a source, or None where they are read.
+) -> DocumentGenerator | None:
+    """The generator of a source's documents, or None if they are read from files.
 
     Raises:
-        DataError: its settings do not fit together, or its filler cannot be read.
+        DataError: the settings are inconsistent, or the filler cannot be read.
     """
     if source.recall is not None:
         text = _filler(recipe, source.recall, long_validation)
@@ -41,29 +41,29 @@ def maker(
 
 
 def sample_documents(source: SourceConfig) -> Iterator[Document]:
-    """Documents like those of a source, for a tokenizer that is yet to be trained on them.
+    """Documents like a source's, to train a tokenizer on.
 
-    A byte counts as a token, so documents are made that many times larger.
+    Without a tokenizer a byte counts as a token, so the documents have four times as many.
     """
-    make: Maker
+    generate: DocumentGenerator
     if source.recall is not None:
         filler = Filler(100 * _SENTENCES, _bytes_of, _text_of)
         larger = replace(source.recall, max_tokens=_BYTES_A_TOKEN * source.recall.max_tokens)
-        make = _recall(larger, filler, _bytes_of)
+        generate = _recall(larger, filler, _bytes_of)
     else:
         assert source.reasoning is not None
         tokens = _BYTES_A_TOKEN * source.reasoning.max_tokens
-        make = _reasoning(replace(source.reasoning, max_tokens=tokens), _bytes_of)
-    yield from islice(Reader(source, make=make), SAMPLE_DOCUMENTS)
+        generate = _reasoning(replace(source.reasoning, max_tokens=tokens), _bytes_of)
+    yield from islice(DocumentReader(source, generate=generate), SAMPLE_DOCUMENTS)
 
 
-def _recall(config: RecallConfig, filler: Filler, encode: Encode) -> Maker:
+def _recall(config: RecallConfig, filler: Filler, encode: Encode) -> DocumentGenerator:
     return RecallGenerator(
         config.kinds, config.max_tokens, config.dense, config.seed, filler, encode
     ).document
 
 
-def _reasoning(config: ReasoningConfig, encode: Encode) -> Maker:
+def _reasoning(config: ReasoningConfig, encode: Encode) -> DocumentGenerator:
     fewest, most = config.lengths
     return ReasoningGenerator(
         config.tasks, (fewest, most), config.max_tokens, config.seed, encode
@@ -76,7 +76,7 @@ def _filler(recipe: RecipeConfig, config: RecallConfig, long_validation: set[str
         return 100 * _SENTENCES
     source = next(source for source in recipe.sources if source.name == config.filler)
     texts, left = [], config.filler_bytes
-    for document in Reader(source):
+    for document in DocumentReader(source):
         is_validation = document.share < source.validation_fraction
         if is_validation or document.digest.hex() in long_validation:
             continue

@@ -1,15 +1,15 @@
-"""Recipe to folder: tokenizer, token files and manifest.
+"""Prepare a recipe's folder: tokenizer, token files and manifest.
 
     OUTPUT/
       tokenizer/                     tokenizer.model or tokenizer.json
       NAME_train.bin, .idx           a Megatron pair for each source
       NAME_validation.bin, .idx
       NAME_validation.bytes.npy      int64, UTF-8 bytes of each validation document
-      manifest.json                  written last: without it the folder is not prepared
-      .partial/                      work in progress; gone when all is done
+      manifest.json                  written last; without it the folder is not prepared
+      .partial/                      work in progress, removed at the end
 
-Everything is made in `.partial/` and moved at the end, so a folder that was prepared before keeps
-its content until the new one is complete.
+All files are written to `.partial/` and moved at the end, so an older preparation stays intact
+until the new one is complete.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from alibi_lm.config_loading import apply_overrides, build, load_yaml, to_dict
 from alibi_lm.data.config import RecipeConfig
 from alibi_lm.data.indexed import token_dtype
 from alibi_lm.data.manifest import FORMAT, MANIFEST, different_keys, read_manifest, versions
-from alibi_lm.data.preparation.documents import Reader
-from alibi_lm.data.preparation.generated import maker
-from alibi_lm.data.preparation.scan import Plan, TextSample, known_bytes, scan
+from alibi_lm.data.preparation.documents import DocumentReader
+from alibi_lm.data.preparation.generated import document_generator
+from alibi_lm.data.preparation.scan import ScanResult, TextSample, known_bytes, scan
 from alibi_lm.data.preparation.sources import fingerprint
 from alibi_lm.data.preparation.tokenization import TRAIN, VALIDATION, SourceTokenizer
 from alibi_lm.data.preparation.tokenizer_training import train_tokenizer
@@ -42,8 +42,8 @@ from alibi_lm.utils.logging import console
 from alibi_lm.utils.progress import Progress
 
 RECORD_SECONDS = 2.0
-"""How much tokenizing a kill may cost."""
-_STAGED, _PLAN = "manifest.staged.json", "plan.json"
+"""Interval of progress records: how much work a kill can lose."""
+_STAGED, _SCAN = "manifest.staged.json", "scan.json"
 
 
 def load_recipe(path: str | Path, overrides: tuple[str, ...] | list[str] = ()) -> RecipeConfig:
@@ -58,20 +58,20 @@ def load_recipe(path: str | Path, overrides: tuple[str, ...] | list[str] = ()) -
 def prepare(
     recipe: RecipeConfig, overwrite: bool = False, record_seconds: float = RECORD_SECONDS
 ) -> Path:
-    """Make a recipe's folder, go on where a killed process stopped, or find it made.
+    """Prepare a recipe's folder; resume an interrupted preparation; skip a finished one.
 
     Args:
         recipe: what to prepare.
-        overwrite: replace a folder that was made from another recipe or from other sources.
-        record_seconds: how often progress is made safe.
+        overwrite: replace a folder prepared from another recipe or other sources.
+        record_seconds: interval of progress records.
 
     Returns:
         The path of manifest.json.
 
     Raises:
-        DataError: the folder is another recipe's (the differing keys are named), its sources have
+        DataError: the folder belongs to another recipe (the differing keys are listed), the sources
             changed, or a source or tokenizer cannot be used.
-        Interrupted: the disk is full or a process was killed; what is done is kept.
+        Interrupted: the disk is full or a process was killed; finished work is kept.
         ConfigError: the tokenizer's vocabulary does not fit the documents.
     """
     output = Path(recipe.output)
@@ -79,16 +79,16 @@ def prepare(
     _check_output(output)
     fingerprints = {source.name: fingerprint(source) for source in recipe.sources}
     with _full_disk_named(output), exclusive_lock(output, DataError):
-        if _is_made(output, recipe, fingerprints, overwrite):
+        if _is_complete(output, recipe, fingerprints, overwrite):
             if _staged(work) == read_manifest(output / MANIFEST):
-                shutil.rmtree(work)  # a process was killed just before it did this
-            console.info(f"prepare: {output} is prepared already, nothing to do")
+                shutil.rmtree(work)  # left by a process killed before this line
+            console.info(f"prepare: {output} is already prepared")
             return output / MANIFEST
         _open_work(work, recipe, fingerprints, overwrite)
         if not (work / _STAGED).exists():
             with _discarded_on_bad_input(work):
-                plan, tokenizer = _plan_and_tokenizer(work, recipe)
-                corpora = _tokenize(work, recipe, plan, tokenizer, record_seconds)
+                scanned, tokenizer = _scan_and_tokenizer(work, recipe)
+                corpora = _tokenize(work, recipe, scanned, tokenizer, record_seconds)
                 manifest = _manifest(work, recipe, fingerprints, tokenizer, corpora)
                 write_json(work / _STAGED, manifest)
         _publish(work, output)
@@ -109,13 +109,13 @@ def _full_disk_named(output: Path) -> Iterator[None]:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES):
             raise
         rule = os.strerror(error.errno).lower()
-        fix = "mend that and run the same command again: it goes on where it stopped"
+        fix = "fix that and run the same command again: it resumes where it stopped"
         raise Interrupted(Problem(str(error.filename or output), None, rule, fix)) from None
 
 
 @contextmanager
 def _discarded_on_bad_input(work: Path) -> Iterator[None]:
-    """Bad input leaves nothing behind: its cure is another recipe or other sources."""
+    """Remove the work after bad input, which needs another recipe or other sources."""
     try:
         yield
     except Interrupted:
@@ -127,13 +127,13 @@ def _discarded_on_bad_input(work: Path) -> Iterator[None]:
         raise
 
 
-def _is_made(
+def _is_complete(
     output: Path, recipe: RecipeConfig, fingerprints: dict[str, str], overwrite: bool
 ) -> bool:
-    """Whether the folder holds what the recipe makes.
+    """Whether the folder already holds the result of the recipe.
 
     Raises:
-        DataError: it holds something else, and may not be replaced.
+        DataError: it holds something else, and `overwrite` is off.
     """
     manifest = read_manifest(output / MANIFEST) if not overwrite else _readable(output)
     if manifest is None:
@@ -148,7 +148,7 @@ def _is_made(
     for name, entry in manifest["files"].items():
         path = output / name
         if not path.is_file() or path.stat().st_size != entry["bytes"]:
-            console.info(f"prepare: {path} is missing or cut short, preparing again")
+            console.info(f"prepare: {path} is missing or truncated, preparing again")
             return False
     return True
 
@@ -163,8 +163,8 @@ def _readable(output: Path) -> dict[str, Any] | None:
 def _changed_sources(
     manifest: dict[str, Any], fingerprints: dict[str, str], output: Path
 ) -> list[Problem]:
-    rule = f"has changed since {output} was prepared"
-    fix = "name another output, or prepare again with overwrite"
+    rule = f"changed after {output} was prepared"
+    fix = "name another output, or pass --overwrite"
     return [
         Problem(f"source {name}", None, rule, fix)
         for name, digest in fingerprints.items()
@@ -175,67 +175,74 @@ def _changed_sources(
 def _open_work(
     work: Path, recipe: RecipeConfig, fingerprints: dict[str, str], overwrite: bool
 ) -> None:
-    """Keep an interrupted preparation of this recipe; refuse or remove one of another.
+    """Keep an interrupted preparation of this recipe; refuse or remove another recipe's.
 
     Raises:
-        DataError: an interrupted one differs, and may not be replaced.
+        DataError: another recipe's is in progress, and `overwrite` is off.
     """
     started = work / "recipe.json"
     if started.exists():
         before = json.loads(started.read_text(encoding="utf-8"))
         problems = list(different_keys(before["recipe"], recipe))
-        if problems and not overwrite and (work / _PLAN).exists():
+        if problems and not overwrite and (work / _SCAN).exists():
             raise DataError(*problems)
         if not problems and before["fingerprints"] == fingerprints:
-            console.info(f"prepare: going on with the interrupted preparation in {work}")
+            console.info(f"prepare: resuming the interrupted preparation in {work}")
             return
-        console.info(f"prepare: recipe or sources have changed, starting {work.parent} anew")
+        console.info(f"prepare: recipe or sources changed, starting {work.parent} over")
     if work.exists():
         shutil.rmtree(work)
     work.mkdir(parents=True)
     write_json(started, {"recipe": to_dict(recipe), "fingerprints": fingerprints})
 
 
-def _plan_and_tokenizer(work: Path, recipe: RecipeConfig) -> tuple[Plan, Tokenizer]:
-    """Do the first pass and train the tokenizer, or find both done."""
-    plan_path, folder = work / _PLAN, work / "tokenizer"
-    if plan_path.exists():
-        content = json.loads(plan_path.read_text(encoding="utf-8"))
-        return Plan.from_json(content), load_tokenizer(folder)
+def _scan_and_tokenizer(work: Path, recipe: RecipeConfig) -> tuple[ScanResult, Tokenizer]:
+    """Scan the sources and train the tokenizer, unless both are done."""
+    scan_path, folder = work / _SCAN, work / "tokenizer"
+    if scan_path.exists():
+        content = json.loads(scan_path.read_text(encoding="utf-8"))
+        return ScanResult.from_json(content), load_tokenizer(folder)
     config = recipe.tokenizer
     sample = None if config.path else TextSample(config.max_bytes, recipe.seed)
     given = load_tokenizer(config.path) if config.path else None
-    plan = Plan()
+    scanned = ScanResult()
     if sample is not None or any(source.min_long_validation for source in recipe.sources):
-        plan = scan(recipe, sample)
+        scanned = scan(recipe, sample)
     if given is not None:
         tokenizer = load_tokenizer(given.save(folder))
     else:
         assert sample is not None
-        texts = list(sample.texts(plan.long_validation))
+        texts = list(sample.texts(scanned.long_validation))
         size = sum(len(text) for text in texts) / 1e6
         console.info(
             f"prepare: training a {config.kind} tokenizer of {config.vocab_size:,} pieces on "
             f"{len(texts):,} documents, {size:.1f}M characters"
         )
         tokenizer = train_tokenizer(texts, config, folder / "tokenizer.model")
-    write_json(plan_path, plan.as_json())
-    return plan, tokenizer
+    write_json(scan_path, scanned.to_json())
+    return scanned, tokenizer
 
 
 def _tokenize(
-    work: Path, recipe: RecipeConfig, plan: Plan, tokenizer: Tokenizer, record_seconds: float
+    work: Path,
+    recipe: RecipeConfig,
+    scanned: ScanResult,
+    tokenizer: Tokenizer,
+    record_seconds: float,
 ) -> dict[str, Any]:
     num_workers = recipe.num_workers or available_cores()
-    # A tokenizer trained here is lossless by construction, and its tests say so.
+    # Tokenizers trained here are lossless by construction.
     lossy = recipe.tokenizer.path is not None
     encoder = Encoder(tokenizer, token_dtype(tokenizer.vocab_size), count_lossy=lossy)
     corpora = {}
     with Workers(encoder, num_workers) as workers:
         for source in recipe.sources:
-            reader = Reader(source, make=maker(recipe, source, tokenizer, plan.long_validation))
-            task = SourceTokenizer(work, reader, plan.long_validation, record_seconds)
-            total = known_bytes(source, plan)
+            reader = DocumentReader(
+                source,
+                generate=document_generator(recipe, source, tokenizer, scanned.long_validation),
+            )
+            task = SourceTokenizer(work, reader, scanned.long_validation, record_seconds)
+            total = known_bytes(source, scanned)
             with Progress(f"tokenizing {source.name}", total, task.bytes_done) as progress:
                 result = task.run(workers, progress)
             corpora[source.name] = result
@@ -259,7 +266,7 @@ def _warn(name: str, result: dict[str, Any]) -> None:
             "this tokenizer"
         )
     if not result[VALIDATION]["documents"]:
-        console.warn(f"{name}: no document fell to validation")
+        console.warn(f"{name}: no document was chosen for validation")
 
 
 def _manifest(
@@ -300,13 +307,13 @@ def _manifest(
 
 
 def _staged(work: Path) -> dict[str, Any] | None:
-    """The manifest of work that is complete but not yet in its place."""
+    """The manifest of work that is complete but not yet moved."""
     path = work / _STAGED
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
 def _publish(work: Path, output: Path) -> None:
-    """Move what was made to its place. A kill in between is mended by doing it again."""
+    """Move the finished files into place; safe to repeat after a kill."""
     manifest = _staged(work)
     assert manifest is not None
     old = _readable(output) or {}
@@ -315,7 +322,7 @@ def _publish(work: Path, output: Path) -> None:
     (output / MANIFEST).unlink(missing_ok=True)
     sync(output)
     for name in manifest["files"]:
-        if (work / name).exists():  # else an earlier, killed call has moved it
+        if (work / name).exists():  # else an earlier, killed call moved it
             (output / name).parent.mkdir(exist_ok=True)
             os.replace(work / name, output / name)
     sync(output)

@@ -1,4 +1,4 @@
-"""The first pass over a recipe's sources: what must be known before the first token is written."""
+"""The first pass over a recipe's sources, for what must be known before tokenizing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hashlib import sha256
 from typing import Any
 
 from alibi_lm.data.config import RecipeConfig, SourceConfig
-from alibi_lm.data.preparation.documents import Document, Reader
+from alibi_lm.data.preparation.documents import Document, DocumentReader
 from alibi_lm.data.preparation.generated import sample_documents
 from alibi_lm.data.preparation.sources import list_files
 from alibi_lm.utils.errors import DataError, Problem
@@ -17,28 +17,28 @@ from alibi_lm.utils.progress import Progress
 
 
 @dataclass
-class Plan:
-    """What the first pass found."""
+class ScanResult:
+    """Result of the first pass."""
 
     long_validation: set[str] = field(default_factory=set)
-    """Hashes (hex) of the documents kept for validation because they are long."""
+    """SHA-256 (hex) of the long documents kept for validation."""
     num_bytes: dict[str, int] = field(default_factory=dict)
     """UTF-8 bytes of the kept documents by source."""
 
-    def as_json(self) -> dict[str, Any]:
-        """The plan as JSON."""
+    def to_json(self) -> dict[str, Any]:
+        """The result as JSON."""
         return {"long_validation": sorted(self.long_validation), "num_bytes": self.num_bytes}
 
     @classmethod
-    def from_json(cls, content: dict[str, Any]) -> Plan:
-        """The plan that `as_json` gave."""
+    def from_json(cls, content: dict[str, Any]) -> ScanResult:
+        """The result of `to_json`."""
         return cls(set(content["long_validation"]), dict(content["num_bytes"]))
 
 
 class TextSample:
     """At most `max_bytes` of documents: those with the lowest hash of (seed, text).
 
-    Which they are depends on the documents, not on their order; the memory is that of the sample.
+    The choice does not depend on the documents' order; memory use is that of the sample.
     """
 
     def __init__(self, max_bytes: int, seed: int) -> None:
@@ -49,10 +49,10 @@ class TextSample:
         self._num_bytes = 0
 
     def offer(self, document: Document) -> None:
-        """Take a document in, and others out where there is no room for both."""
+        """Add a document; drop those with the highest hashes if the sample is full."""
         rank = int.from_bytes(sha256(self._seed + document.digest).digest()[:8], "big")
         if document.digest in self._held:
-            return  # a second copy teaches nothing
+            return  # a duplicate
         full = self._num_bytes + document.num_bytes > self._max_bytes
         if full and self._heap and rank > -self._heap[0][0]:
             return
@@ -65,19 +65,19 @@ class TextSample:
             self._num_bytes -= num_bytes
 
     def texts(self, without: set[str]) -> Iterator[str]:
-        """The documents from the lowest hash on, but those whose digest is in `without`."""
+        """The documents by increasing hash, except those whose digest is in `without`."""
         for _, digest, text, _ in sorted(self._heap, reverse=True):
             if digest.hex() not in without:
                 yield text
 
 
-def scan(recipe: RecipeConfig, sample: TextSample | None) -> Plan:
-    """Read every source once: choose long validation documents, fill the tokenizer's sample.
+def scan(recipe: RecipeConfig, sample: TextSample | None) -> ScanResult:
+    """Read every source once: choose long validation documents and fill the tokenizer's sample.
 
     Raises:
         DataError: a source cannot be read, or has fewer long documents than it must keep.
     """
-    plan = Plan()
+    scanned = ScanResult()
     problems = []
     for source in recipe.sources:
         if source.generated:
@@ -87,11 +87,11 @@ def scan(recipe: RecipeConfig, sample: TextSample | None) -> Plan:
             continue
         lowest: list[tuple[float, str]] = []
         total = _file_bytes(source)
-        reader = Reader(source)
+        reader = DocumentReader(source)
         with Progress(f"reading {source.name}", total) as progress:
-            plan.num_bytes[source.name] = 0
+            scanned.num_bytes[source.name] = 0
             for document in reader:
-                plan.num_bytes[source.name] += document.num_bytes
+                scanned.num_bytes[source.name] += document.num_bytes
                 progress.advance(document.num_bytes)
                 if source.min_long_validation and len(document.text) >= source.long_chars:
                     _keep_lowest(lowest, document, source.min_long_validation)
@@ -107,13 +107,13 @@ def scan(recipe: RecipeConfig, sample: TextSample | None) -> Plan:
                     f"source {source.name}: min_long_validation",
                     source.min_long_validation,
                     f"only {len(lowest)} documents have {source.long_chars:,} characters",
-                    "make it or long_chars smaller, or give more text",
+                    "lower it or long_chars, or add text",
                 )
             )
-        plan.long_validation.update(digest for _, digest in lowest)
+        scanned.long_validation.update(digest for _, digest in lowest)
     if problems:
         raise DataError(*problems)
-    return plan
+    return scanned
 
 
 def _keep_lowest(lowest: list[tuple[float, str]], document: Document, count: int) -> None:
@@ -127,12 +127,12 @@ def _keep_lowest(lowest: list[tuple[float, str]], document: Document, count: int
 
 
 def _file_bytes(source: SourceConfig) -> int | None:
-    """About how much text a source holds, where its files are text."""
+    """Approximate text bytes of a source with text files, else None."""
     if source.format not in ("text", "jsonl"):
         return None
     return sum(file.size for file in list_files(source))
 
 
-def known_bytes(source: SourceConfig, plan: Plan) -> int | None:
-    """How much text a source holds: exact after a scan, else a guess or None."""
-    return plan.num_bytes.get(source.name) or _file_bytes(source)
+def known_bytes(source: SourceConfig, scanned: ScanResult) -> int | None:
+    """Text bytes of a source: exact after a scan, else an estimate or None."""
+    return scanned.num_bytes.get(source.name) or _file_bytes(source)

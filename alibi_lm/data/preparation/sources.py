@@ -1,4 +1,4 @@
-"""Which files a source of a recipe names, in which order, and whether they have changed."""
+"""The files of a recipe's source, in order, and a fingerprint of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from alibi_lm.data.config import GENERATED, SourceConfig
 from alibi_lm.utils.errors import DataError, Problem
 
 FOLDERS = {"${python:stdlib}": "stdlib", "${python:packages}": "purelib"}
-"""What a path may start with, and the running Python's name of that folder."""
+"""Prefixes that a path may have, and the names of their folders in `sysconfig`."""
 
 
 @dataclass(frozen=True)
@@ -26,24 +26,24 @@ class SourceFile:
     """One file of a source."""
 
     path: str
-    """Where it is."""
+    """Its path."""
     size: int
-    """Its bytes."""
+    """Size in bytes."""
     mtime_ns: int
-    """When it was last written, in nanoseconds."""
+    """Time of its last change, in nanoseconds."""
 
 
 def expand(path: str) -> str:
     """A path of a recipe with `${python:stdlib}` or `${python:packages}` replaced.
 
     Raises:
-        DataError: the path holds another ${...}.
+        DataError: the path contains another ${...}.
     """
     for name, folder in FOLDERS.items():
         path = path.replace(name, sysconfig.get_paths()[folder])
     if left := re.search(r"\$\{[^}]*\}?", path):
-        rule = f"holds {left[0]}, which means nothing"
-        raise DataError(Problem("path", path, rule, f"only {' and '.join(FOLDERS)} do"))
+        rule = f"contains the unknown variable {left[0]}"
+        raise DataError(Problem("path", path, rule, f"use {' or '.join(FOLDERS)}"))
     return path
 
 
@@ -51,8 +51,8 @@ def list_files(source: SourceConfig) -> list[SourceFile]:
     """The files of a source: path by path, each folder or glob in sorted order, each file once.
 
     Raises:
-        DataError: a path names nothing, no file is left after `include` and `exclude`, or a file
-            cannot be read (all of them are named).
+        DataError: a path matches nothing, no file is left after `include` and `exclude`, or files
+            cannot be read (all are listed).
     """
     found: dict[str, SourceFile] = {}
     problems: list[Problem] = []
@@ -68,7 +68,7 @@ def list_files(source: SourceConfig) -> list[SourceFile]:
             else:
                 found[name] = file
         if not any_file:
-            rule = f"is missing or holds no file that matches include = {source.include}"
+            rule = f"does not exist or holds no file that matches include = {source.include}"
             fix = f"check the path of source {source.name}"
             problems.append(Problem(expand(path), None, rule, fix))
     if problems:
@@ -96,7 +96,7 @@ def _candidates(path: str, include: str) -> Iterator[tuple[str, str]]:
 
 
 def _walk(folder: str, above: set[str]) -> Iterator[str]:
-    """Files below a folder; linked folders are followed, but not in circles."""
+    """Files below a folder; linked folders are followed, except in cycles."""
     real = os.path.realpath(folder)
     if real in above:
         return
@@ -121,15 +121,15 @@ def _inspect(path: str) -> SourceFile | Problem:
     if not stat.S_ISREG(status.st_mode):
         return Problem(path, None, "is not a regular file", "exclude it")
     if not os.access(path, os.R_OK):
-        return Problem(path, None, "may not be read", "make it readable or exclude it")
+        return Problem(path, None, "is not readable", "make it readable or exclude it")
     return SourceFile(path, status.st_size, status.st_mtime_ns)
 
 
 def fingerprint(source: SourceConfig) -> str:
-    """A digest that changes when a file of the source is added, taken away or written.
+    """A digest that changes when a file of the source is added, removed or written.
 
-    Of a hub dataset only the name is known without reading it. Of documents that are made it is
-    the digest of the settings and of the maker's version.
+    For a Hub dataset it covers the name only; for generated documents, the settings and the
+    version of the generator.
     """
     state = hashlib.sha256()
     if source.generated:

@@ -1,8 +1,8 @@
-"""One source of a recipe to token files, in a way that goes on after a kill.
+"""Tokenize one source of a recipe; an interrupted run resumes where it stopped.
 
-Tokens are appended to partial files. Every few seconds they are put on the storage device and a
-record of how far everything is replaces the last one. A restart cuts the partial files back to the
-record and goes on from there; as the order of documents is fixed, the result has the same bytes.
+Tokens are appended to partial files. Every few seconds the files are synced and a progress record
+is replaced. A restart truncates the partial files to the record and continues; the order of
+documents is fixed, so the result has the same bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from alibi_lm.data.indexed import TokenFile, TokenFileWriter, idx_path
-from alibi_lm.data.preparation.documents import Document, Reader
+from alibi_lm.data.preparation.documents import Document, DocumentReader
 from alibi_lm.data.preparation.workers import Encoded, Text, Workers
 from alibi_lm.utils.errors import DataError, Problem
 from alibi_lm.utils.files import replacing, write_json
@@ -26,17 +26,17 @@ from alibi_lm.utils.progress import Progress
 
 TRAIN, VALIDATION = "train", "validation"
 BATCH_BYTES = 256 * 1024
-"""Text that a worker gets at a time."""
+"""Text in a worker's batch."""
 
 
 @dataclass
-class _Label:
-    """What is known of a batch besides its texts."""
+class _Batch:
+    """The documents of a batch, without their texts."""
 
     documents: list[tuple[str, str, int, int]]
     """Split, origin, characters and bytes of each document."""
     reader: dict[str, Any]
-    """State of the reader behind the batch."""
+    """State of the reader after the batch."""
     num_bytes: int
 
 
@@ -44,15 +44,15 @@ class SourceTokenizer:
     """Tokenizes one source into FOLDER/NAME_train and FOLDER/NAME_validation."""
 
     def __init__(
-        self, folder: Path, reader: Reader, long_validation: set[str], record_seconds: float
+        self, folder: Path, reader: DocumentReader, long_validation: set[str], record_seconds: float
     ) -> None:
         """Start writing one source's token files.
 
         Args:
-            folder: where the files are made.
-            reader: the source from its start.
-            long_validation: hashes of documents that go to validation whatever their share.
-            record_seconds: how often progress is made safe.
+            folder: where the files are written.
+            reader: the source, at its start.
+            long_validation: SHA-256 (hex) of long documents that go to validation.
+            record_seconds: interval of progress records.
         """
         self.name = reader.source.name
         self._source = reader.source
@@ -74,11 +74,13 @@ class SourceTokenizer:
         }
         if self._record_path.exists():
             self._record = json.loads(self._record_path.read_text(encoding="utf-8"))
-            self._reader = Reader.from_state(self._source, self._record["reader"], reader.make)
+            self._reader = DocumentReader.from_state(
+                self._source, self._record["reader"], reader.generate
+            )
 
     @property
     def resumed(self) -> bool:
-        """Whether an earlier process has done some of it."""
+        """Whether an earlier process tokenized part of it."""
         return self._reader.position > 0
 
     @property
@@ -87,10 +89,10 @@ class SourceTokenizer:
         return sum(split["bytes"] for split in self._record["splits"].values())
 
     def run(self, workers: Workers, progress: Progress) -> dict[str, Any]:
-        """Tokenize what is left and finish the files.
+        """Tokenize the remaining documents and finish the files.
 
         Returns:
-            counts by split, what was left out by reason, and names of what is not UTF-8.
+            counts by split, skipped documents by reason, and origins of those not in UTF-8.
 
         Raises:
             DataError: a document cannot be read or encoded, or no document is left to train on.
@@ -122,12 +124,12 @@ class SourceTokenizer:
         }
 
     def _finish(self, prefix: Path, workers: Workers, state: dict[str, int]) -> TokenFile:
-        if idx_path(prefix).exists():  # it gets its name last
+        if idx_path(prefix).exists():  # the .idx is renamed last
             return TokenFile(prefix)
         return TokenFileWriter(prefix, workers.dtype, state).finish()
 
     def _finish_bytes(self) -> None:
-        """UTF-8 bytes of each validation document, for losses per byte."""
+        """Write the UTF-8 bytes of each validation document, for losses per byte."""
         counts = np.fromfile(self._bytes_partial, "<i8")
         with replacing(self.bytes_path) as temporary, temporary.open("wb") as file:
             np.save(file, counts)
@@ -142,9 +144,9 @@ class SourceTokenizer:
             self._bytes_file.truncate(8 * documents)
             try:
                 saved = time.monotonic()
-                for label, encoded in workers.map(self._batches()):
-                    self._add(label, encoded)
-                    progress.advance(label.num_bytes)
+                for batch, encoded in workers.map(self._batches()):
+                    self._add(batch, encoded)
+                    progress.advance(batch.num_bytes)
                     if time.monotonic() - saved >= self._record_seconds:
                         self._save()
                         saved = time.monotonic()
@@ -155,7 +157,7 @@ class SourceTokenizer:
                 for writer in self._writers.values():
                     writer.close()
 
-    def _batches(self) -> Iterator[tuple[_Label, list[Text]]]:
+    def _batches(self) -> Iterator[tuple[_Batch, list[Text]]]:
         texts: list[Text] = []
         documents: list[tuple[str, str, int, int]] = []
         size = 0
@@ -166,39 +168,39 @@ class SourceTokenizer:
             )
             size += document.num_bytes
             if size >= BATCH_BYTES:
-                yield _Label(documents, self._reader.state(), size), texts
+                yield _Batch(documents, self._reader.state(), size), texts
                 texts, documents, size = [], [], 0
         if texts:
-            yield _Label(documents, self._reader.state(), size), texts
+            yield _Batch(documents, self._reader.state(), size), texts
 
     def _split(self, document: Document) -> str:
         if document.share < self._source.validation_fraction:
             return VALIDATION
         return VALIDATION if document.digest.hex() in self._long_validation else TRAIN
 
-    def _add(self, label: _Label, encoded: Encoded) -> None:
+    def _add(self, batch: _Batch, encoded: Encoded) -> None:
         if encoded.failed is not None:
             number, problem = encoded.failed
-            origin = label.documents[number][1]
+            origin = batch.documents[number][1]
             key = f"{origin}: {problem.key}"
             raise DataError(Problem(key, problem.value, problem.rule, problem.fix))
         ends = np.cumsum(encoded.lengths, dtype=np.int64)
-        is_validation = np.array([document[0] == VALIDATION for document in label.documents])
+        is_validation = np.array([document[0] == VALIDATION for document in batch.documents])
         of_validation = np.repeat(is_validation, encoded.lengths)
         if len(of_validation) != (ends[-1] if len(ends) else 0):
-            raise ValueError("a worker returned lengths of other documents")
+            raise ValueError("a worker returned lengths that do not match the batch")
         for split, chosen, tokens in (
             (TRAIN, ~is_validation, ~of_validation),
             (VALIDATION, is_validation, of_validation),
         ):
             self._writers[split].add(encoded.tokens[tokens], encoded.lengths[chosen])
-        for split, _, num_chars, num_bytes in label.documents:
+        for split, _, num_chars, num_bytes in batch.documents:
             self._record["splits"][split]["chars"] += num_chars
             self._record["splits"][split]["bytes"] += num_bytes
-        sizes = [document[3] for document in label.documents if document[0] == VALIDATION]
+        sizes = [document[3] for document in batch.documents if document[0] == VALIDATION]
         self._bytes_file.write(np.array(sizes, "<i8").tobytes())
         self._record["lossy"] += encoded.num_lossy
-        self._record["reader"] = label.reader
+        self._record["reader"] = batch.reader
 
     def _save(self) -> None:
         for split, writer in self._writers.items():

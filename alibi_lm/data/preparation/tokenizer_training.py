@@ -1,4 +1,4 @@
-"""Training a sentencepiece tokenizer that loses nothing."""
+"""Train a lossless sentencepiece tokenizer."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from alibi_lm.utils.files import replacing
 
 _SENTENCE_CHARS = 4000
 _NUM_THREADS = 4
-"""Part of the result's definition (partial sums of unigram training), so not one a core."""
+"""Fixed, because the number of threads changes the partial sums of unigram training."""
 
 
 def train_tokenizer(texts: Iterable[str], config: TokenizerConfig, path: Path) -> Tokenizer:
     """Train a tokenizer on documents and write it to `path`; same texts, same bytes.
 
-    Text is taken as it is (no normalization, no dummy prefix, all whitespace kept), what gets no
-    piece becomes bytes, and digits are single pieces. Ids: unk 0, eos 1, bos 2, pad 3.
+    No normalization, no dummy prefix, all whitespace kept, byte fallback, single digits. Ids:
+    unk 0, eos 1, bos 2, pad 3.
 
     Raises:
         ConfigError: vocab_size does not fit the texts.
@@ -64,11 +64,11 @@ def train_tokenizer(texts: Iterable[str], config: TokenizerConfig, path: Path) -
 def round_scores(model: bytes) -> bytes:
     """A sentencepiece model with its normal pieces' scores at multiples of 1/64.
 
-    Unigram sums scores along a text, in fp32 here and in fp64 in Hugging Face's tokenizers. Cuts
-    that tie (of a long run of spaces, say) would be decided by rounding and so differ; sums of
-    multiples of 1/64 are exact in both.
+    Unigram sums scores along a text, in fp32 in sentencepiece and in fp64 in `tokenizers`. Rounding
+    would decide between segmentations that tie (of a long run of spaces, say), differently in the
+    two; sums of multiples of 1/64 are exact in both.
     """
-    # The generated module's messages have no types that a checker can see.
+    # The generated protobuf module has no type annotations.
     from sentencepiece import sentencepiece_model_pb2
 
     proto: Any = sentencepiece_model_pb2.ModelProto()
@@ -80,10 +80,10 @@ def round_scores(model: bytes) -> bytes:
 
 
 def _sentences(texts: Iterable[str]) -> Iterator[str]:
-    """Pieces of documents, cut after line ends where possible, which the pieces keep.
+    """Documents in chunks that end after a line where possible.
 
-    sentencepiece drops whole sentences that hold NUL, and U+2581 must never be in a piece (see
-    `tokenizer`); both become bytes when encoding, so the trainer need not see them.
+    NUL and U+2581 are removed: sentencepiece drops sentences with NUL, and U+2581 must not be in
+    a piece (see `data.tokenizer`). Both are encoded as bytes.
     """
     for text in texts:
         text = text.replace(SPACE_SIGN, "").replace("\0", "")
@@ -97,14 +97,14 @@ def _sentences(texts: Iterable[str]) -> Iterator[str]:
 
 
 def _vocabulary_problem(vocab_size: int, message: str) -> Problem:
-    """sentencepiece's complaint, as one line about our key."""
+    """An error of sentencepiece as a problem of our key."""
     key = "tokenizer.vocab_size"
     if limit := re.search(r"too high .*?<= (\d+)", message):
         return Problem(
             key,
             vocab_size,
-            f"is more than the documents give (at most {int(limit[1]):,})",
-            "make it smaller or give more text",
+            f"is too large for the documents (at most {int(limit[1]):,})",
+            "lower it or add text",
         )
     if re.search(r"smaller than required_chars", message) or "meta_pieces" in message:
         numbers = re.search(r"(\d+) vs (\d+)", message)
@@ -113,7 +113,7 @@ def _vocabulary_problem(vocab_size: int, message: str) -> Problem:
             key,
             vocab_size,
             f"is too small for the documents' characters{need}",
-            "make it larger or lower tokenizer.character_coverage",
+            "raise it or lower tokenizer.character_coverage",
         )
     detail = " ".join(message.split())[:160]
-    return Problem("tokenizer", None, f"cannot be trained ({detail})", "give more text")
+    return Problem("tokenizer", None, f"cannot be trained ({detail})", "add text")

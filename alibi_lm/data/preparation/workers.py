@@ -1,9 +1,9 @@
-"""Tokenizing in several processes, results in the order of the input.
+"""Tokenize in several processes, with results in the order of the input.
 
-A worker is a bare interpreter that reads pickled batches from its standard input and writes
-pickled results to its standard output. `multiprocessing` would import the caller's main module
-into every worker (for the command line that is torch and DeepSpeed, some ten seconds); and a
-worker of this kind ends by itself when its parent is killed, because its input ends.
+A worker is a plain interpreter that reads pickled batches from standard input and writes pickled
+results to standard output. `multiprocessing` would import the caller's main module into every
+worker (torch and DeepSpeed, about ten seconds). When the parent is killed, the worker's input ends
+and it exits.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from alibi_lm.utils.errors import DataError, Problem
 T = TypeVar("T")
 
 Text = str | tuple[str, ...]
-"""A document, or its pieces, which are encoded one by one."""
+"""A document, or its pieces, which are encoded separately."""
 
 _START = """
 import sys
@@ -41,32 +41,32 @@ serve()
 
 
 class Interrupted(DataError):
-    """Work stopped through no fault of its input; the same command goes on where it was."""
+    """Work was interrupted (disk full, process killed); re-running the command resumes it."""
 
 
 @dataclass
 class Encoded:
-    """Tokens of a batch of documents, each ended by one eos."""
+    """Tokens of a batch of documents, each followed by one eos."""
 
     tokens: NDArray[Any]
-    """All documents one after another, in the token files' type."""
+    """All documents concatenated, in the token files' dtype."""
     lengths: NDArray[np.int32]
     """[documents] tokens of each, eos included."""
     num_lossy: int = 0
-    """How many do not decode to themselves; counted only on request."""
+    """Documents that do not decode to themselves, if counted."""
     failed: tuple[int, Problem] | None = None
-    """Number of the first document that cannot be encoded, and why."""
+    """Index of the first document that cannot be encoded, and why."""
 
 
 @dataclass
 class Encoder:
-    """Turns documents into tokens: what every worker does."""
+    """Encodes documents; every worker has one."""
 
     tokenizer: Tokenizer
     dtype: np.dtype[Any]
-    """Type of a stored token."""
+    """Dtype of a stored token."""
     count_lossy: bool = False
-    """Whether to decode every document again and compare."""
+    """Decode every document again and compare."""
 
     def __call__(self, texts: Sequence[Text]) -> Encoded:
         """Encode a batch."""
@@ -92,14 +92,14 @@ class Encoder:
 
 
 def available_cores() -> int:
-    """Cores that this process may use."""
+    """Number of cores available to this process."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 class Workers:
-    """Processes that encode batches. With one worker the calling process does it itself."""
+    """Processes that encode batches; a single worker runs in the calling process."""
 
     def __init__(self, encoder: Encoder, num_workers: int) -> None:
         self._encoder = encoder
@@ -131,7 +131,7 @@ class Workers:
         """Encode the texts of each (label, texts), in order, a few batches ahead.
 
         Raises:
-            Interrupted: a worker ended by itself (killed, or out of memory).
+            Interrupted: a worker died (killed, or out of memory).
         """
         if self._pool is None:
             for label, texts in batches:
@@ -148,15 +148,15 @@ class Workers:
             yield label, future.result()
 
     def _encode_remotely(self, texts: Sequence[Text]) -> Encoded:
-        """Runs in a thread of the pool; every thread has its own process."""
+        """Runs in a pool thread; each thread has its own process."""
         process = getattr(self._local, "process", None) or self._start()
         try:
             _send(cast(BinaryIO, process.stdin), texts)
             return cast(Encoded, pickle.load(cast(BinaryIO, process.stdout)))
         except (EOFError, OSError, pickle.UnpicklingError):
             code = process.wait()
-            rule = f"ended with exit code {code} (out of memory, or killed)"
-            fix = "run the same command again, with fewer num_workers if memory is short"
+            rule = f"died with exit code {code} (killed, or out of memory)"
+            fix = "run the same command again, with a lower num_workers if memory is short"
             raise Interrupted(Problem("a tokenizing process", None, rule, fix)) from None
 
     def _start(self) -> subprocess.Popen[bytes]:
@@ -179,16 +179,16 @@ def _send(pipe: BinaryIO, value: Any) -> None:
 
 
 def serve() -> None:
-    """What a worker runs: an encoder comes first, then batches until the input ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
+    """Main loop of a worker: read an encoder, then batches until the input ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops us
     # One process a core: the Rust tokenizers must not start threads of their own.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     source, sink = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # nothing that a library prints may get between our results
+    os.dup2(2, 1)  # output printed by libraries must not mix with results
     try:
         encoder = cast(Encoder, pickle.load(source))
         while True:
             _send(sink, encoder(pickle.load(source)))
     except (EOFError, BrokenPipeError, pickle.UnpicklingError):
-        # The parent has gone; skip the flush at exit, whose pipe is broken.
+        # The parent is gone and the pipe is broken: skip the flush at exit.
         os._exit(0)

@@ -31,7 +31,7 @@ def open_hf(name: str, choices: EvalOptions) -> EvalModel:
         ConfigError: the native engine is asked for, and the model is not ours to compute.
     """
     folder = loading.find_folder(name)
-    reason = loading.why_not_native(folder)
+    reason = loading.unsupported_reason(folder)
     if choices.engine == "native" and reason is not None:
         rule = f"cannot compute {HF}{name} ({reason})"
         raise ConfigError(Problem("--engine", "native", rule, "give --engine hf"))
@@ -144,7 +144,7 @@ class TransformersModel(HuggingFaceModel):
 
     def __init__(self, name: str, folder: Path, choices: EvalOptions) -> None:
         super().__init__(name, folder, choices)
-        self._stock = loading.StockFolder(folder)
+        self._stock = loading.TransformersFolder(folder)
         self._tokenizer = self._stock.tokenizer()
 
     @property

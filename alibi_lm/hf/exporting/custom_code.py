@@ -1,4 +1,4 @@
-"""Exports with a modeling file of our own, for what no class of `transformers` holds."""
+"""Exports with our own modeling file, for models that no `transformers` class computes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alibi_lm.hf.exporting.weights import StepWeights, same_bits
+from alibi_lm.hf.exporting.weights import StepWeights, filled_decoder, same_bits
 from alibi_lm.hf.parity.check import LARGEST_PROMPT, MULTIPLES, NEW_TOKENS, ParityLevel
 from alibi_lm.hf.parity.logits import TOLERANCE, compare_greedy
 from alibi_lm.hf.parity.transformers_reference import Mismatch, quiet
 from alibi_lm.hf.specs.base import ExportSpec, Tensors
-from alibi_lm.hf.weights_reader import SourceFolder
+from alibi_lm.hf.weights_reader import WeightsReader
 from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.decoder import Decoder
 from alibi_lm.model.layers import LAYER_NORM_EPSILON
@@ -52,17 +52,17 @@ def _config(model: ModelConfig, max_length: int) -> dict[str, Any]:
     }
 
 
-CODE = ExportSpec("alibi_lm", "AlibiLmForCausalLM", _tensors, _config)
-"""The layout of our own modeling file: canonical names and shapes."""
+CUSTOM_CODE = ExportSpec("alibi_lm", "AlibiLmForCausalLM", _tensors, _config)
+"""The export spec of our own modeling file: canonical names and shapes."""
 
 
 def write_code(folder: Path) -> None:
-    """Put the modeling file into an exported folder."""
+    """Copy the modeling file into an exported folder."""
     with as_file(files("alibi_lm.hf.exporting").joinpath(FILE)) as path:
         shutil.copyfile(path, folder / FILE)
 
 
-def prove_code(
+def check_code_parity(
     folder: Path,
     model: ModelConfig,
     weights: StepWeights,
@@ -76,30 +76,30 @@ def prove_code(
     Args:
         folder: the exported folder.
         model: the native model.
-        weights: its weights, rounded as the exported ones are.
-        proof: `weights` compares bits only; anything else logits as well.
-        texts: tokens [1, T] of the longest comparison, and where they come from.
-        length: the shorter one.
-        name: what the folder is called in an error.
+        weights: its weights, rounded to the exported dtype.
+        parity: `weights` compares bits only; any other level compares logits as well.
+        texts: tokens [1, T] of the longest comparison, and a description of them.
+        length: tokens of the shortest comparison.
+        name: the path to name in an error.
 
     Raises:
         CheckpointError: anything differs.
     """
-    facts: dict[str, Any] = {"kind": "weights" if parity == "weights" else "logits", "logits": []}
+    summary: dict[str, Any] = {"kind": "weights" if parity == "weights" else "logits", "logits": []}
     try:
-        facts["tensors_equal"] = _equal_tensors(folder, weights)
+        summary["tensors_equal"] = _equal_tensors(folder, weights)
         if parity != "weights":
-            tokens, facts["tokens"] = texts
-            facts |= {"tolerance": TOLERANCE} | _compare(folder, model, weights, tokens, length)
+            tokens, summary["tokens"] = texts
+            summary |= {"tolerance": TOLERANCE} | _compare(folder, model, weights, tokens, length)
     except Mismatch as mismatch:
         raise CheckpointError(Problem(str(name), None, mismatch.rule, mismatch.fix)) from None
-    return facts
+    return summary
 
 
 def _equal_tensors(folder: Path, weights: StepWeights) -> int:
-    with SourceFolder(folder, "") as source:
+    with WeightsReader(folder, "") as source:
         if source.shapes.keys() != set(weights):
-            raise Mismatch("the stored tensors are not the model's")
+            raise Mismatch("the stored tensors are not those of the model")
         with weights.progress("read back"):
             for name in weights:
                 stored = source.tensor(name)
@@ -115,26 +115,22 @@ def _compare(
     from transformers import AutoModelForCausalLM
 
     with quiet():
-        theirs, report = AutoModelForCausalLM.from_pretrained(
+        reference, report = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=torch.float32,
             local_files_only=True,
             trust_remote_code=True,
             output_loading_info=True,
         )
-    amiss = {kind: sorted(map(str, names)) for kind, names in report.items() if names}
-    if amiss:
-        raise Mismatch(f"{type(theirs).__name__} loads it with {amiss}")
-    theirs.eval()
-    with torch.device("meta"):
-        ours = Decoder(config, seed=None)
-    ours = ours.to_empty(device="cpu").eval()
-    for name, parameter in ours.named_parameters():
-        parameter.copy_(weights[name])
+    errors = {kind: sorted(map(str, names)) for kind, names in report.items() if names}
+    if errors:
+        raise Mismatch(f"{type(reference).__name__} loads it with {errors}")
+    reference.eval()
+    decoder = filled_decoder(config, weights)
     rows = []
     for size in (multiple * length for multiple in MULTIPLES):
         if size <= tokens.shape[1]:
-            difference = _difference(ours, theirs, tokens[:, :size])
+            difference = _difference(decoder, reference, tokens[:, :size])
             if not difference <= TOLERANCE:
                 raise Mismatch(f"logits differ by {difference:.3g} at {size:,} tokens")
             rows.append({"length": size, "max_difference": difference,
@@ -143,20 +139,20 @@ def _compare(
     limit = config.max_positions or prompt + NEW_TOKENS
     prompt = min(prompt, max(1, limit - NEW_TOKENS))
     num_tokens = min(NEW_TOKENS, limit - prompt)
-    compare_greedy(ours, theirs, tokens[:, :prompt], num_tokens)
+    compare_greedy(decoder, reference, tokens[:, :prompt], num_tokens)
     return {"logits": rows, "greedy_tokens_equal": num_tokens}
 
 
-def _difference(ours: Decoder, theirs: Any, tokens: Tensor) -> float:
-    """Largest logit difference: read at once, through the cache, and padded on the left."""
-    expected = ours(tokens)
-    found = [theirs(tokens).logits - expected]
-    first = theirs(tokens[:, :-2], use_cache=True)
+def _difference(decoder: Decoder, reference: Any, tokens: Tensor) -> float:
+    """Largest logit difference of a whole forward, a cached one, and one with left padding."""
+    expected = decoder(tokens)
+    differences = [reference(tokens).logits - expected]
+    first = reference(tokens[:, :-2], use_cache=True)
     name = "cache" if "cache" in first else "past_key_values"  # renamed in transformers 5
-    second = theirs(tokens[:, -2:], use_cache=True, **{name: first[name]})
-    found += [first.logits - expected[:, :-2], second.logits - expected[:, -2:]]
+    second = reference(tokens[:, -2:], use_cache=True, **{name: first[name]})
+    differences += [first.logits - expected[:, :-2], second.logits - expected[:, -2:]]
     padding = torch.zeros(1, _PADDING, dtype=tokens.dtype)
     mask = torch.cat([padding, torch.ones_like(tokens)], dim=1)
-    padded = theirs(torch.cat([padding, tokens], dim=1), attention_mask=mask).logits
-    found.append(padded[:, _PADDING:] - expected)
-    return float(torch.stack([part.abs().max() for part in found]).max())
+    padded = reference(torch.cat([padding, tokens], dim=1), attention_mask=mask).logits
+    differences.append(padded[:, _PADDING:] - expected)
+    return float(torch.stack([part.abs().max() for part in differences]).max())

@@ -1,4 +1,4 @@
-"""A checkpoint as a Hugging Face folder: written, read back, compared, and only then in place."""
+"""Export a checkpoint as a Hugging Face folder: write, read back, compare, then rename."""
 
 from __future__ import annotations
 
@@ -14,27 +14,25 @@ import torch
 from alibi_lm.checkpoint.folder import verify
 from alibi_lm.checkpoint.step import Step, open_run
 from alibi_lm.config_loading import flatten
-from alibi_lm.hf.exporting.custom_code import CODE, prove_code, write_code
+from alibi_lm.hf.exporting.custom_code import CUSTOM_CODE, check_code_parity, write_code
 from alibi_lm.hf.exporting.model_card import model_card
-from alibi_lm.hf.exporting.shards import SHARD_BYTES, write_shards
 from alibi_lm.hf.exporting.tokenizer import convert_tokenizer
-from alibi_lm.hf.exporting.weights import StepWeights, unset_weights
-from alibi_lm.hf.manifest import FACTS, check_own_files, file_digests
+from alibi_lm.hf.exporting.weights import SHARD_BYTES, StepWeights, unset_weights, write_shards
+from alibi_lm.hf.manifest import EXPORT_MANIFEST, check_manifest, file_digests
 from alibi_lm.hf.parity.check import (
     MULTIPLES,
-    Pair,
+    ModelPair,
     ParityLevel,
     check_export_parity,
-    choose,
-    prove_tokenizer,
+    check_tokenizer_parity,
+    choose_parity,
+    parity_summary,
     sample_tokens,
-    told,
 )
 from alibi_lm.hf.parity.transformers_reference import reference_config
+from alibi_lm.hf.specs import EXPORT_SPECS, IMPORT_SPECS
 from alibi_lm.hf.specs.base import ExportSpec, TokenIds, check_code, check_model, config_json
-from alibi_lm.hf.specs.bloom import BLOOM, BLOOM_IMPORT
-from alibi_lm.hf.specs.mpt import MPT, MPT_IMPORT
-from alibi_lm.hf.weights_reader import SourceFolder, read_json
+from alibi_lm.hf.weights_reader import WeightsReader, read_json
 from alibi_lm.model.flops import num_parameters
 from alibi_lm.utils.atomic_directory import atomic_directory
 from alibi_lm.utils.errors import CheckpointError, ConfigError, Problem
@@ -43,21 +41,20 @@ from alibi_lm.utils.logging import console
 from alibi_lm.utils.progress import Progress
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-READINGS = {"mpt": MPT_IMPORT, "bloom": BLOOM_IMPORT}
-LAYOUTS = {export_spec.name: export_spec for export_spec in (MPT, BLOOM)}
 SMALLEST_MAX_LENGTH = 65_536
-"""The stock MPT class makes a bias of max_seq_len per head at every call (16 heads: 4 MiB, about
-1 ms here) and stops at inputs longer than that; its own T x T scores end much earlier."""
+"""Lower limit of an exported max_seq_len. `MptForCausalLM` builds a bias of max_seq_len per head in
+every call (16 heads: 4 MiB, about 1 ms) and refuses longer inputs; its T x T scores run out of
+memory much earlier."""
 
 
 def open_to_export(path: Path) -> Step:
-    """`open_run`, with a bar over the files that are compared with their sha256.
+    """Open a run and verify the checkpoint's digests, with a progress bar.
 
     Raises:
-        CheckpointError: there is no complete checkpoint, or a file of it is damaged.
+        CheckpointError: there is no complete checkpoint, or one of its files is damaged.
     """
     step = open_run(path, check=False)
-    total = sum(facts["bytes"] for facts in step.meta["files"].values())
+    total = sum(entry["bytes"] for entry in step.meta["files"].values())
     with Progress("check the checkpoint", total) as progress:
         verify(step.folder, progress.advance)
     return step
@@ -74,114 +71,117 @@ def export(
     parity: ParityLevel | str | None = None,
     with_code: bool = False,
 ) -> dict[str, Any]:
-    """Write `step` as a Hugging Face folder `out` and prove that stock `transformers` agrees.
+    """Write `step` as a Hugging Face folder `out` and check parity with `transformers`.
 
-    The folder is made beside `out` under a temporary name, and gets its name when the proof is
-    done; whatever goes wrong leaves nothing behind. An `out` that holds this very export is left
-    as it is.
+    The folder is written beside `out` under a temporary name and renamed after the parity check;
+    an error leaves nothing behind. If `out` already holds this export, nothing is written.
 
     Args:
         step: the checkpoint.
-        out: the folder to make.
-        dtype: type of the stored weights.
-        format: the class to write for; by default the one that fits the model's shape.
-        tokenizer: whether the run's tokenizer, if it has one, is exported too.
-        shard_bytes: largest size of a weights file.
-        parity: what is compared, see `parity.ParityLevel`; by default logits, one block at a
-            time where memory is short for both models (with our own modeling file, bits only).
-            What only one tensor is needed for at a time, the writing above all, holds no more.
+        out: the folder to create.
+        dtype: dtype of the stored weights.
+        format: the class to write for; by default the one that fits `model.architecture`.
+        tokenizer: export the run's tokenizer too, if it has one.
+        shard_bytes: largest weights file.
+        parity: what to compare, see `parity.check.ParityLevel`; by default logits, one block at a
+            time if memory is too short for both models (weights only with `with_code`). All other
+            work, writing included, holds one tensor at a time.
         with_code: write our own modeling file, for `trust_remote_code`, beside the weights. It
-            holds every model, those too that no stock class does.
+            also computes models that no `transformers` class supports.
 
     Returns:
-        The content of alibi_lm_export.json: source, settings, proof and versions.
+        The content of alibi_lm_export.json: source, settings, parity check and versions.
 
     Raises:
-        ConfigError: an unknown dtype or format, or a model that no stock class holds.
-        CheckpointError: `out` holds something else or a damaged export, the proof fails, or there
-            is no room.
+        ConfigError: an unknown dtype or format, or a model that the class cannot compute.
+        CheckpointError: `out` holds something else or a damaged export, the parity check fails,
+            or the disk is full.
     """
-    export_spec = _layout(step, dtype, format, with_code)
-    kind = _kind(parity, step, export_spec)
+    export_spec = _export_spec(step, dtype, format, with_code)
+    level = _parity_level(parity, step, export_spec)
     source = tokenizer and step.tokenizer() is not None
     settings = {"format": export_spec.name, "dtype": dtype, "tokenizer": source}
     with Progress("digest of the weights", 4 * num_parameters(step.config.model)) as progress:
         digest = step.weights_digest(progress.advance)
-    wanted = {"checkpoint": {"step": step.step, "weights": digest}, "settings": settings}
-    done = _existing(out, wanted)
-    if done is not None:
-        _check_done(out)
-        console.info(f"export {out}: already made from step {step.step:,}")
-        return done
+    identity = {"checkpoint": {"step": step.step, "weights": digest}, "settings": settings}
+    existing = _existing(out, identity)
+    if existing is not None:
+        _verify_existing(out)
+        console.info(f"export {out}: already exported from step {step.step:,}")
+        return existing
     with atomic_directory(out) as folder:
-        facts = _write(step, export_spec, folder, out, wanted, shard_bytes, kind)
-    console.info(f"export {out}: {export_spec.class_name}, {dtype}; {told(facts['parity'])}")
-    return facts
+        manifest = _write(step, export_spec, folder, out, identity, shard_bytes, level)
+    console.info(
+        f"export {out}: {export_spec.class_name}, {dtype}; {parity_summary(manifest['parity'])}"
+    )
+    return manifest
 
 
-def _layout(step: Step, dtype: str, format: str | None, with_code: bool) -> ExportSpec:
+def _export_spec(step: Step, dtype: str, format: str | None, with_code: bool) -> ExportSpec:
     problems = []
     if dtype not in DTYPES:
         problems.append(Problem("dtype", dtype, f"is not one of {', '.join(DTYPES)}",
                                 "choose one of them"))  # fmt: skip
-    if format is not None and format not in LAYOUTS:
-        problems.append(Problem("format", format, f"is not one of {', '.join(LAYOUTS)}",
+    if format is not None and format not in EXPORT_SPECS:
+        problems.append(Problem("format", format, f"is not one of {', '.join(EXPORT_SPECS)}",
                                 "choose one of them"))  # fmt: skip
     if format is not None and with_code:
-        problems.append(Problem("format", format, "is of a stock class, which needs no code",
+        problems.append(Problem("format", format, "names a transformers class, which needs no code",
                                 "leave out one of the two"))  # fmt: skip
     if problems:
         raise ConfigError(*problems)
     if with_code:
         check_code(step.config.model)
-        return CODE
-    export_spec = LAYOUTS[format or step.config.model.architecture]
+        return CUSTOM_CODE
+    export_spec = EXPORT_SPECS[format or step.config.model.architecture]
     check_model(step.config.model, export_spec)
     return export_spec
 
 
-def _kind(parity: ParityLevel | str | None, step: Step, export_spec: ExportSpec) -> ParityLevel:
-    """The proof asked for, or the one that memory is enough for.
+def _parity_level(
+    parity: ParityLevel | str | None, step: Step, export_spec: ExportSpec
+) -> ParityLevel:
+    """The requested parity level, or the most thorough one that memory allows.
 
     Raises:
-        ConfigError: there is no such proof, or not of this layout.
+        ConfigError: there is no such level, or it does not apply to custom code.
     """
-    kind = choose(parity, step.config.model)
-    if export_spec is CODE and kind == "blockwise":
+    level = choose_parity(parity, step.config.model)
+    if export_spec is CUSTOM_CODE and level == "blockwise":
         if parity is not None:
-            rule = "takes a stock class apart, and this is our own modeling file"
+            rule = "needs a transformers class, and this is our own modeling file"
             raise ConfigError(Problem("parity", parity, rule, "choose logits or weights"))
-        console.warn("memory does not hold both models: bits are compared, and logits are not")
+        console.warn("memory is too short for both models: weights are compared, logits are not")
         return "weights"
-    return kind
+    return level
 
 
-def _existing(out: Path, wanted: dict[str, Any]) -> dict[str, Any] | None:
-    """The facts of an export that is already there, or None where there is nothing.
+def _existing(out: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
+    """The manifest of an export already in `out`, or None if `out` is empty.
 
     Raises:
-        CheckpointError: something else is there.
+        CheckpointError: `out` holds something else.
     """
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return None
     try:
-        facts = json.loads((out / FACTS).read_text(encoding="utf-8"))
-        same = all(facts.get(key) == value for key, value in wanted.items())
+        manifest = json.loads((out / EXPORT_MANIFEST).read_text(encoding="utf-8"))
+        same = all(manifest.get(key) == value for key, value in identity.items())
     except (OSError, ValueError, AttributeError):
         raise CheckpointError(Problem(str(out), None, "exists and is not an export of a run",
                                       "name another folder"))  from None  # fmt: skip
     if not same:
-        before, now = flatten({key: facts.get(key) for key in wanted}), flatten(wanted)
+        before, now = flatten({key: manifest.get(key) for key in identity}), flatten(identity)
         keys = sorted(key for key in before.keys() | now if before.get(key) != now.get(key))
-        rule = f"holds another export, or one of an earlier version (other {', '.join(keys)})"
+        rule = f"holds another export, or one of an earlier version (differs in {', '.join(keys)})"
         raise CheckpointError(Problem(str(out), None, rule, "name another folder, or remove it"))
-    return dict(facts)
+    return dict(manifest)
 
 
-def _check_done(out: Path) -> None:
-    """Refuse to call an export made whose files have been lost or changed since."""
+def _verify_existing(out: Path) -> None:
+    """Refuse an existing export with missing or changed files."""
     try:
-        check_own_files(out)
+        check_manifest(out)
     except CheckpointError as error:
         fix = f"remove {out}, and export again"
         raise CheckpointError(*(replace(p, fix=fix) for p in error.problems)) from None
@@ -192,25 +192,25 @@ def _write(
     export_spec: ExportSpec,
     folder: Path,
     out: Path,
-    wanted: dict[str, Any],
+    identity: dict[str, Any],
     shard_bytes: int,
-    kind: ParityLevel,
+    level: ParityLevel,
 ) -> dict[str, Any]:
-    """Fill the folder, prove it, and return the facts that it holds."""
-    dtype = DTYPES[wanted["settings"]["dtype"]]
+    """Write the folder, check parity, and return the manifest."""
+    dtype = DTYPES[identity["settings"]["dtype"]]
     model, length = step.config.model, step.config.train.sequence_length
-    tokenizer = step.tokenizer() if wanted["settings"]["tokenizer"] else None
+    tokenizer = step.tokenizer() if identity["settings"]["tokenizer"] else None
     ids = TokenIds()
     if tokenizer is not None:
         convert_tokenizer(tokenizer, folder)
         ids = TokenIds(tokenizer.eos_id, tokenizer.pad_id)
     max_length = max(SMALLEST_MAX_LENGTH, 64 * length)
     name = str(dtype).removeprefix("torch.")
-    kept = step.meta.get("imported", {}).get("config", {})
-    if kept:
-        ids = TokenIds(kept["eos_token_id"], kept["pad_token_id"])
-        max_length = kept.get("max_seq_len", max_length)
-    content = config_json(export_spec, model, max_length, name, ids, kept)
+    preserved = step.meta.get("imported", {}).get("config", {})
+    if preserved:
+        ids = TokenIds(preserved["eos_token_id"], preserved["pad_token_id"])
+        max_length = preserved.get("max_seq_len", max_length)
+    content = config_json(export_spec, model, max_length, name, ids, preserved)
     write_json(folder / "config.json", content)
     write_json(folder / "generation_config.json", _generation_config(ids))
     meta = unset_weights(model)
@@ -219,11 +219,11 @@ def _write(
         weights = StepWeights(reader, dtype)
         with weights.progress("write"):
             write_shards(folder, shapes, export_spec.tensors(model, weights), dtype, shard_bytes)
-        parity = _proved(step, export_spec, folder, out, weights, kind)
+        parity = _check_parity(step, export_spec, folder, out, weights, level)
     if tokenizer is not None:
-        parity["tokenizer"] = prove_tokenizer(step, tokenizer, folder, out)
-    facts = {
-        **wanted,
+        parity["tokenizer"] = check_tokenizer_parity(step, tokenizer, folder, out)
+    manifest = {
+        **identity,
         "run": step.run_folder.name,
         "num_parameters": sum(tensor.numel() for tensor in meta.values()),
         "max_length": max_length,
@@ -234,38 +234,38 @@ def _write(
                                                       "tokenizers", "safetensors")},
         "files": file_digests(folder),
     }  # fmt: skip
-    write_text(folder / "README.md", model_card(step, facts, export_spec))
-    write_json(folder / FACTS, facts)
-    return facts
+    write_text(folder / "README.md", model_card(step, manifest, export_spec))
+    write_json(folder / EXPORT_MANIFEST, manifest)
+    return manifest
 
 
-def _proved(
+def _check_parity(
     step: Step,
     export_spec: ExportSpec,
     folder: Path,
     out: Path,
     weights: StepWeights,
-    kind: ParityLevel,
+    level: ParityLevel,
 ) -> dict[str, Any]:
     model = step.config.model
-    if export_spec is CODE:
+    if export_spec is CUSTOM_CODE:
         write_code(folder)
         length = min(step.config.train.sequence_length, model.max_positions or sys.maxsize)
         longest = min(max(MULTIPLES) * length, model.max_positions or sys.maxsize)
         texts = sample_tokens(step, longest, model)
-        return prove_code(folder, model, weights, kind, texts, length, out)
-    import_spec = replace(READINGS[export_spec.name], export_spec=export_spec)
+        return check_code_parity(folder, model, weights, level, texts, length, out)
+    import_spec = replace(IMPORT_SPECS[export_spec.name], export_spec=export_spec)
     config = reference_config(folder, read_json(folder, "config.json"), import_spec)
-    with SourceFolder(folder, import_spec.prefix) as source:
-        pair = Pair(folder, source, import_spec, config, model, weights)
-        return check_export_parity(step, pair, kind, out)
+    with WeightsReader(folder, import_spec.prefix) as source:
+        pair = ModelPair(folder, source, import_spec, config, model, weights)
+        return check_export_parity(step, pair, level, out)
 
 
 def _generation_config(ids: TokenIds) -> dict[str, Any]:
-    """Greedy, ends with a document; how many tokens is left to the caller.
+    """Greedy decoding that stops at the end of a document; the caller chooses the length.
 
-    A max_new_tokens here would overrule the max_length that callers such as
-    lm-evaluation-harness give.
+    A max_new_tokens here would override the max_length of callers such as
+    lm-evaluation-harness.
     """
     special = {"bos_token_id": ids.eos, "eos_token_id": ids.eos, "pad_token_id": ids.pad}
     return {"do_sample": False, **{k: v for k, v in special.items() if v is not None}}

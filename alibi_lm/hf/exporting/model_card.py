@@ -18,13 +18,13 @@ from alibi_lm.hf.specs.base import ExportSpec
 TEMPLATE = "card.md"
 
 
-def model_card(step: Step, facts: Mapping[str, Any], export_spec: ExportSpec) -> str:
+def model_card(step: Step, manifest: Mapping[str, Any], export_spec: ExportSpec) -> str:
     """The card as Markdown with a YAML header.
 
     Args:
         step: the checkpoint.
-        facts: the content of alibi_lm_export.json.
-        layout: the class that the folder is for.
+        manifest: the content of alibi_lm_export.json.
+        export_spec: the class that the folder is for.
     """
     source = files("alibi_lm.hf.exporting").joinpath(TEMPLATE).read_text(encoding="utf-8")
     environment = jinja2.Environment(
@@ -38,7 +38,7 @@ def model_card(step: Step, facts: Mapping[str, Any], export_spec: ExportSpec) ->
         model=step.config.model,
         train=step.config.train,
         export_spec=export_spec,
-        facts=facts,
+        manifest=manifest,
         tokens=step.meta.get("tokens"),
         data=_data(step),
         loss=_last_line(step, "metrics.jsonl", "loss"),
@@ -56,7 +56,7 @@ def _percent(score: Mapping[str, Any]) -> str:
 
 
 def _data(step: Step) -> list[dict[str, Any]]:
-    """Name, tokens and share of each training corpus; folders on this machine stay unnamed."""
+    """Name, tokens and share of each training corpus, without local paths."""
     corpora = step.config.data.corpora
     recorded = (step.meta.get("data") or {}).get("corpora") or [{}] * len(corpora)
     weights = sum(corpus.weight for corpus in corpora)
@@ -72,9 +72,9 @@ def _data(step: Step) -> list[dict[str, Any]]:
 
 
 def _source(prefix: str) -> str | None:
-    """Where a prepared corpus came from, by the recipe in its manifest."""
-    manifest = manifest_for(prefix) or {}
-    for source in manifest.get("recipe", {}).get("sources", []):
+    """Source of a prepared corpus, from the recipe in its manifest."""
+    recipe = (manifest_for(prefix) or {}).get("recipe", {})
+    for source in recipe.get("sources", []):
         if f"{source['name']}_train" == Path(prefix).name:
             path = source["path"]
             return ", ".join([path] if isinstance(path, str) else path)
@@ -84,18 +84,18 @@ def _source(prefix: str) -> str | None:
 def _last_line(step: Step, name: str, key: str) -> dict[str, Any] | None:
     """The last line of a run's log, up to this step, that has `key`."""
     path = step.run_folder / name
-    found = None
+    last = None
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
         try:
             row = json.loads(line)
-        except json.JSONDecodeError:  # the last line of a run that was killed
+        except json.JSONDecodeError:  # the cut-off last line of a killed run
             continue
         if row.get("step", 0) <= step.step and row.get(key) is not None:
-            found = row
-    return found
+            last = row
+    return last
 
 
 def _result(step: Step, name: str) -> dict[str, Any] | None:
-    """A stored eval result, or None where that eval has not been run."""
+    """A stored eval result, or None if that eval has not run."""
     path = step.evals_folder / f"{name}.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None

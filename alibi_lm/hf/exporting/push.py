@@ -1,4 +1,4 @@
-"""An exported folder put on the Hugging Face hub, by the hub's own client."""
+"""Upload an exported folder to the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from alibi_lm.hf.manifest import FACTS, check_own_files
+from alibi_lm.hf.manifest import EXPORT_MANIFEST, check_manifest
 from alibi_lm.hf.weights_reader import read_json
 from alibi_lm.utils.errors import CheckpointError, ConfigError, Problem
 from alibi_lm.utils.logging import console
 
-_OF_AN_EXPORT = ("model*.safetensors", "model.safetensors.index.json", "tokenizer*")
-"""Files of the repository that go where the new export has none of that name: a shard or an index
-of an earlier one would be read in place of the new weights."""
+_REPLACED = ("model*.safetensors", "model.safetensors.index.json", "tokenizer*")
+"""Repository files that are deleted if the new export lacks them: `transformers` would read an old
+shard or index in place of the new weights."""
 
 
 def check_name(repo: str) -> None:
-    """Refuse what cannot be a repository's name.
+    """Check a repository name.
 
     Raises:
-        ConfigError: it is malformed.
+        ConfigError: the name is malformed.
     """
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
@@ -32,74 +32,80 @@ def check_name(repo: str) -> None:
             raise HFValidationError("it is empty")
         validate_repo_id(repo)
     except HFValidationError as error:
-        rule = f"is not a repository's name ({_line(error)})"
+        rule = f"is not a repository name ({_line(error)})"
         raise ConfigError(Problem("--push", repo, rule, "give NAME or USER/NAME")) from None
 
 
 def check_login() -> None:
-    """Ask the hub who the user is, so that a mistake is told before the work and not after it.
+    """Check the Hub login before the export starts.
 
     Raises:
-        CheckpointError: there is no token, the hub does not take it, it may only read, or the hub
-            cannot be reached.
+        CheckpointError: there is no token, the Hub rejects it, it is read-only, or the Hub cannot
+            be reached.
     """
     from huggingface_hub import HfApi, get_token
 
     login = "log in with `hf auth login`, or set HF_TOKEN"
     if get_token() is None:
-        raise CheckpointError(Problem("--push", None, "needs a login to the hub", login))
+        raise CheckpointError(Problem("--push", None, "needs a login to the Hub", login))
     try:
         user = HfApi().whoami()
-    except Exception as error:  # the hub's client and what it stands on raise errors of many kinds
+    except Exception as error:  # the Hub client raises errors of many kinds
         refused = getattr(getattr(error, "response", None), "status_code", None) == 401
-        rule = f"the hub does not let you in ({_line(error)})"
-        fix = login if refused else "mend the connection, or export without it"
+        rule = (
+            f"the Hub rejected the login ({_line(error)})"
+            if refused
+            else f"cannot reach the Hub ({_line(error)})"
+        )
+        fix = login if refused else "check the connection, or export without --push"
         raise CheckpointError(Problem("--push", None, rule, fix)) from None
     token = ((user.get("auth") or {}).get("accessToken")) or {}
     if token.get("role") == "read":
-        rule = f"the token {token.get('displayName', '')} of {user.get('name')} may only read"
-        raise CheckpointError(Problem("--push", None, rule, "take one that may write"))
+        rule = f"the token {token.get('displayName', '')} of {user.get('name')} is read-only"
+        raise CheckpointError(Problem("--push", None, rule, "use a token with write access"))
 
 
-def listed(folder: Path) -> dict[str, int]:
-    """Bytes of each file of an exported folder; what somebody else put there is not among them."""
-    names = [*read_json(folder, FACTS).get("files", {}), "README.md", FACTS]
+def exported_files(folder: Path) -> dict[str, int]:
+    """Bytes of each file that the export wrote; files added later are not listed."""
+    names = [*read_json(folder, EXPORT_MANIFEST).get("files", {}), "README.md", EXPORT_MANIFEST]
     return {name: (folder / name).stat().st_size for name in names if (folder / name).is_file()}
 
 
 def push(folder: Path, repo: str, *, private: bool = True, dry_run: bool = False) -> str | None:
-    """Upload an exported folder to the hub's model repository `repo`.
+    """Upload an exported folder to the Hub's model repository `repo`.
 
-    The repository is made if there is none; one that is there keeps who may see it, and its other
-    files, except for weights and tokenizer files that the export does not have.
+    The repository is created if it does not exist. An existing one keeps its visibility and its
+    other files, except weights and tokenizer files that the export does not have.
 
     Args:
-        folder: a folder that `export` made. Its card may have been edited, nothing else.
-        repo: `NAME` (of the user that is logged in) or `USER/NAME`.
-        private: whether a repository that is made can be seen by its owner only.
-        dry_run: only say what would be uploaded; the hub is not asked anything.
+        folder: a folder written by `export`. Only its model card may have been edited.
+        repo: `NAME` (of the logged-in user) or `USER/NAME`.
+        private: visibility of a repository that is created.
+        dry_run: list what would be uploaded without contacting the Hub.
 
     Returns:
-        The commit's address, None of a dry run.
+        The commit's URL, or None for a dry run.
 
     Raises:
         ConfigError: the name is malformed.
-        CheckpointError: a file was changed since the export, or the hub refuses or cannot be
-            reached. The folder stays as it is.
+        CheckpointError: a file was changed after the export, or the upload failed. The folder
+            is left as it is.
     """
     check_name(repo)
-    check_own_files(folder)
-    files = listed(folder)
-    kind = "private" if private else "public"
+    check_manifest(folder)
+    files = exported_files(folder)
+    visibility = "private" if private else "public"
     if dry_run:
         for name, size in files.items():
             console.info(f"{size:>16,} bytes  {name}")
-    told = f"{len(files)} files, {sum(files.values()):,} bytes of {folder}"
+    content = f"{len(files)} files, {sum(files.values()):,} bytes of {folder}"
     if dry_run:
-        console.info(f"push {repo}: {told} would be uploaded ({kind}, if made); nothing was sent")
+        console.info(
+            f"push {repo}: {content} would be uploaded ({visibility} if created); nothing was sent"
+        )
         return None
     address = _upload(folder, repo, list(files), private)
-    console.info(f"push {repo}: {told}; {address}")
+    console.info(f"push {repo}: {content}; {address}")
     return address
 
 
@@ -109,17 +115,17 @@ def _upload(folder: Path, repo: str, names: list[str], private: bool) -> str:
     api = HfApi()
     try:
         with _bars_on_terminals_only():
-            made = api.create_repo(repo, private=private, exist_ok=True)
+            created = api.create_repo(repo, private=private, exist_ok=True)
             commit = api.upload_folder(
-                repo_id=made.repo_id,
+                repo_id=created.repo_id,
                 folder_path=folder,
                 allow_patterns=names,
-                delete_patterns=list(_OF_AN_EXPORT),
+                delete_patterns=list(_REPLACED),
                 commit_message=f"Upload {folder.name}",
             )
-    except Exception as error:  # the hub's client and what it stands on raise errors of many kinds
-        rule = f"could not be uploaded to ({_line(error)})"
-        fix = f"{folder} is in place and proven: give the same command again"
+    except Exception as error:  # the Hub client raises errors of many kinds
+        rule = f"upload failed ({_line(error)})"
+        fix = f"{folder} is complete: run the same command again to retry"
         raise CheckpointError(Problem("--push", repo, rule, fix)) from None
     return str(commit.commit_url)
 

@@ -1,4 +1,4 @@
-"""A folder's tokenizer as `AutoTokenizer` gives it, behind our own interface."""
+"""A folder's tokenizer, loaded by `AutoTokenizer`, behind our own interface."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _FILES = ("tokenizer.model", "tokenizer.json", "vocab.json", "vocab.txt", "spiec
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether a folder holds the files of a tokenizer."""
+    """Whether a folder holds tokenizer files."""
     return any((folder / name).is_file() for name in _FILES)
 
 
-class _Auto:
-    """What `Tokenizer` asks of a library."""
+class _AutoBackend:
+    """The `Tokenizer` backend over a `transformers` tokenizer."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -33,27 +33,24 @@ class _Auto:
 
     def encode(self, text: str) -> list[int]:
         # Text that spells a special token is text.
-        ids = self._model(
-            text, add_special_tokens=False, split_special_tokens=True, verbose=False
-        )  # fmt: skip
+        ids = self._model(text, add_special_tokens=False, split_special_tokens=True, verbose=False)
         return list(ids["input_ids"])
 
     def encode_array(self, text: str) -> NDArray[np.integer]:
         return np.array(self.encode(text), np.int32)
 
     def decode(self, ids: list[int]) -> str:
-        return str(
-            self._model.decode(
-                ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
-            )  # fmt: skip
+        text = self._model.decode(
+            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
+        return str(text)
 
 
-class StockTokenizer(Tokenizer):
-    """The tokenizer of a Hugging Face folder. No special token is ever put in."""
+class AutoTokenizerAdapter(Tokenizer):
+    """The tokenizer of a Hugging Face folder; it adds no special tokens."""
 
     def __init__(self, folder: Path) -> None:
-        """Load it; code in the folder is not run.
+        """Load it without remote code.
 
         Raises:
             CheckpointError: it cannot be loaded, or has no end-of-sequence token.
@@ -65,14 +62,14 @@ class StockTokenizer(Tokenizer):
                 model = AutoTokenizer.from_pretrained(
                     folder, local_files_only=True, trust_remote_code=False
                 )
-        except Exception as error:  # classes raise errors of many kinds on what they cannot read
+        except Exception as error:  # the classes raise errors of many kinds
             detail = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             rule = f"its tokenizer cannot be loaded ({detail})"
             raise CheckpointError(Problem(str(folder), None, rule, "restore the folder")) from None
         self.file = next(folder / name for name in _FILES if (folder / name).is_file())
         self.kind = "tokenizer.json" if self.file.suffix == ".json" else "sentencepiece"
         self.digest = sha256(self.file)
-        self._backend = _Auto(model)
+        self._backend = _AutoBackend(model)
         if self._backend.eos_id is None:
             rule = "its tokenizer has no end-of-sequence token"
             fix = "set eos_token in tokenizer_config.json"
@@ -82,10 +79,10 @@ class StockTokenizer(Tokenizer):
         self.pad_id = self._backend.pad_id
 
     def __getstate__(self) -> dict[str, Any]:
-        raise TypeError("a tokenizer of transformers stays in its process")
+        raise TypeError("a transformers tokenizer cannot be pickled")
 
 
 def digest_of(tokenizer: Tokenizer) -> str:
-    """Tokenizers of equal digest give equal ids; the way in which a file is read counts too."""
-    way = type(tokenizer).__name__
-    return hashlib.sha256(f"{way} {tokenizer.digest}".encode()).hexdigest()
+    """Digest of a tokenizer: its file and the class that reads it."""
+    kind = type(tokenizer).__name__
+    return hashlib.sha256(f"{kind} {tokenizer.digest}".encode()).hexdigest()

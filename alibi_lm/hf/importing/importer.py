@@ -1,4 +1,4 @@
-"""A Hugging Face folder of a stock ALiBi class as a run with one checkpoint."""
+"""Import a BLOOM or MPT folder as a run with one checkpoint."""
 
 from __future__ import annotations
 
@@ -26,16 +26,13 @@ from alibi_lm.checkpoint.step import open_run
 from alibi_lm.config import Config
 from alibi_lm.config_loading import apply_overrides, build, to_dict, to_yaml
 from alibi_lm.data.tokenizer import Tokenizer, load_tokenizer
-from alibi_lm.hf.exporting.shards import SHARD_BYTES
-from alibi_lm.hf.exporting.weights import StepWeights, unset_weights
-from alibi_lm.hf.importing.head_count import check_heads
-from alibi_lm.hf.manifest import check_own_files
-from alibi_lm.hf.parity.check import Pair, check_import_parity, choose, told
+from alibi_lm.hf.exporting.weights import SHARD_BYTES, StepWeights, unset_weights
+from alibi_lm.hf.manifest import EXPORT_MANIFEST, check_manifest
+from alibi_lm.hf.parity.check import ModelPair, check_import_parity, choose_parity, parity_summary
 from alibi_lm.hf.parity.transformers_reference import reference_config
-from alibi_lm.hf.specs.base import KEPT, ImportSpec
-from alibi_lm.hf.specs.bloom import BLOOM_IMPORT
-from alibi_lm.hf.specs.mpt import MPT_IMPORT
-from alibi_lm.hf.weights_reader import SourceFolder, inside, read_json
+from alibi_lm.hf.specs import IMPORT_SPECS
+from alibi_lm.hf.specs.base import PRESERVED_FIELDS, ImportSpec
+from alibi_lm.hf.weights_reader import WeightsReader, plain_file, read_json
 from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.layers import LAYER_NORM_EPSILON, vocab_size
 from alibi_lm.utils.atomic_directory import atomic_directory
@@ -44,9 +41,8 @@ from alibi_lm.utils.files import sha256, write_json, write_text
 from alibi_lm.utils.logging import console
 from alibi_lm.utils.progress import Progress
 
-READINGS = {import_spec.export_spec.name: import_spec for import_spec in (BLOOM_IMPORT, MPT_IMPORT)}
 DEFAULT_LENGTH = 2048
-"""Training length of a model whose config tells of none."""
+"""Training length of a model whose config does not state one."""
 _ELEMENTS_AT_ONCE = 1 << 22
 
 
@@ -60,96 +56,93 @@ def import_folder(
     parity: str | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> dict[str, Any]:
-    """Write the BLOOM or MPT model of `folder` as the run folder `run`, and prove it the same.
+    """Write the BLOOM or MPT model of `folder` as the run folder `run`, and check parity.
 
-    The run has one checkpoint, of step 0 and without an optimizer's state: it can be judged,
-    exported, generated from, and given to `train.init_from`. One tensor is in memory at a time.
-    `run` is made when its logits have been compared with the stock class's; an error leaves
-    nothing behind.
+    The run has one checkpoint, step 0 without optimizer state. It can be evaluated, exported,
+    used for generation, and named in `train.init_from`. Weights are copied one tensor at a time.
+    `run` appears only after the parity check against `transformers`; an error leaves nothing.
+
+    The number of heads changes no tensor's shape, so it comes from config.json: verified by its
+    digest in a folder that was exported here, believed in any other (a line says so).
 
     Args:
-        folder: what `save_pretrained` wrote, or the hub's cache of it.
-        run: the run folder to make.
+        folder: a folder written by `save_pretrained`, or a snapshot in the Hub cache.
+        run: the run folder to create.
         overrides: `section.key=value` for the run's config, for example `data.validation`.
-        tokenizer: whether the folder's tokenizer, if it has one, is taken over.
-        allow_pickle: whether pickled weights are read (tensors only).
-        proof: see `parity.check_import_parity`.
-        shard_bytes: largest size of a file of the checkpoint, one tensor aside.
+        tokenizer: import the folder's tokenizer, if it has one.
+        allow_pickle: read pickled weights (tensors only).
+        parity: what to compare, see `parity.check.ParityLevel`.
+        shard_bytes: largest checkpoint file, unless one tensor is larger.
 
     Returns:
-        The checkpoint's `imported` facts: class, kept config fields, proof.
+        The checkpoint's `imported` entry: class, preserved config fields, parity check.
 
     Raises:
-        CheckpointError: the folder cannot be used, `run` is there already, or logits differ.
+        CheckpointError: the folder cannot be used, `run` is not empty, or the models differ.
         ConfigError: an override breaks a rule.
     """
     if run.exists() and (not run.is_dir() or any(run.iterdir())):
-        raise CheckpointError(Problem(str(run), None, "is there already", "name another folder"))
+        raise CheckpointError(Problem(str(run), None, "already exists", "name another folder"))
     if not folder.is_dir():
         raise CheckpointError(Problem(str(folder), None, "no such folder", "check the path"))
     raw = read_json(folder, "config.json")
     import_spec = import_spec_of(folder, raw)
-    theirs = checked_config(folder, raw, import_spec)
-    check_own_files(folder)
-    found = folder_tokenizer(folder) if tokenizer else None
-    config = run_config(folder, run, import_spec, theirs, found, overrides)
-    kept = dict(_kept(import_spec, theirs))
+    hf_config = checked_config(folder, raw, import_spec)
+    check_manifest(folder)
+    run_tokenizer = folder_tokenizer(folder) if tokenizer else None
+    config = run_config(folder, run, import_spec, hf_config, run_tokenizer, overrides)
     with (
-        SourceFolder(folder, import_spec.prefix, allow_pickle=allow_pickle) as source,
+        WeightsReader(folder, import_spec.prefix, allow_pickle=allow_pickle) as source,
         atomic_directory(run) as partial,
     ):
         names = tensor_names(folder, source, import_spec, config)
-        kind = choose(parity, config.model)
-        nats = None
-        if kind == "logits":  # memory holds whole models, and more than bits is asked for
-
-            def weight(model: ModelConfig, name: str) -> Tensor:
-                return canonical(import_spec, model, name, source.tensor(names[name][0]))
-
-            nats = check_heads(folder, config, found, weight)
+        level = choose_parity(parity, config.model)
         step = partial / CHECKPOINTS / step_name(0)
         step.mkdir(parents=True)
         imported = {
             "class": import_spec.export_spec.class_name,
             "source": folder.resolve().name,
-            "config": kept,
-            "nats_by_heads": nats,
+            "config": dict(_preserved_fields(import_spec, hf_config)),
         }
-        _write_step(step, source, import_spec, config, names, found, imported, shard_bytes)
+        _write_step(step, source, import_spec, config, names, run_tokenizer, imported, shard_bytes)
         write_text(step.parent / LATEST, step.name + "\n")
         write_text(partial / CONFIG, to_yaml(config))
         written = open_run(partial)
         with written.reader() as reader:
             weights = StepWeights(reader)
-            pair = Pair(folder, source, import_spec, theirs, config.model, weights)
-            facts = check_import_parity(pair, kind)
-        imported["parity"] = facts
+            pair = ModelPair(folder, source, import_spec, hf_config, config.model, weights)
+            parity_check = check_import_parity(pair, level)
+        imported["parity"] = parity_check
         write_json(partial / "import.json", imported)
-    console.info(f"import {run}: {import_spec.export_spec.class_name}, {told(facts)}")
+    class_name = import_spec.export_spec.class_name
+    console.info(f"import {run}: {class_name}, {parity_summary(parity_check)}")
+    if not (folder / EXPORT_MANIFEST).is_file():
+        heads = config.model.num_heads
+        console.info(f"import {run}: {heads} heads, as config.json states; tensors do not show it")
     return imported
 
 
 def import_spec_of(folder: Path, raw: dict[str, Any]) -> ImportSpec:
-    """How a folder with this config.json is read.
+    """The import spec of a config.json.
 
     Raises:
-        CheckpointError: it is of another class.
+        CheckpointError: its class is not supported.
     """
     kind = raw.get("model_type")
-    if not isinstance(kind, str) or kind not in READINGS:
-        rule = f"is not one of {', '.join(READINGS)}, the classes with linear biases as here"
+    if not isinstance(kind, str) or kind not in IMPORT_SPECS:
+        rule = f"is not one of {', '.join(IMPORT_SPECS)}, the ALiBi classes that can be imported"
         key = f"{folder}/config.json: model_type"
         raise CheckpointError(Problem(key, kind, rule, "name another folder"))
-    return READINGS[kind]
+    return IMPORT_SPECS[kind]
 
 
 def checked_config(folder: Path, raw: dict[str, Any], import_spec: ImportSpec) -> Any:
-    """The class's own reading of config.json.
+    """config.json as an instance of the class's config.
 
     Raises:
-        CheckpointError: the class cannot read it, or this model would compute otherwise.
+        CheckpointError: the class cannot read it, or this model would compute other logits.
     """
-    where, fix = f"{folder}/config.json: ", "no other model is imported"
+    where, fix = f"{folder}/config.json: ", "such a model cannot be imported"
     problems = []
     for alias, name in import_spec.aliases.items():
         if alias in raw and name in raw and raw[alias] != raw[name]:
@@ -167,10 +160,10 @@ def checked_config(folder: Path, raw: dict[str, Any], import_spec: ImportSpec) -
     return config
 
 
-def _kept(import_spec: ImportSpec, theirs: Any) -> Iterator[tuple[str, Any]]:
-    for name in (*KEPT, *import_spec.kept):
-        if hasattr(theirs, name):
-            value = getattr(theirs, name)
+def _preserved_fields(import_spec: ImportSpec, hf_config: Any) -> Iterator[tuple[str, Any]]:
+    for name in (*PRESERVED_FIELDS, *import_spec.preserved):
+        if hasattr(hf_config, name):
+            value = getattr(hf_config, name)
             if hasattr(value, "to_dict"):
                 fields = type(value).__annotations__
                 value = {key: part for key, part in value.to_dict().items() if key in fields}
@@ -178,14 +171,14 @@ def _kept(import_spec: ImportSpec, theirs: Any) -> Iterator[tuple[str, Any]]:
 
 
 def folder_tokenizer(folder: Path) -> Tokenizer | None:
-    """The folder's tokenizer: tokenizer.json, or else a sentencepiece model."""
+    """The folder's tokenizer: tokenizer.model, or else tokenizer.json; None if it has neither."""
     for name in ("tokenizer.model", "tokenizer.json"):
         if (folder / name).is_file():
-            path = inside(folder, name)
+            path = plain_file(folder, name)
             try:
                 return load_tokenizer(path)
             except DataError as error:
-                fix = "mend it, or import with --no-tokenizer"
+                fix = "repair it, or import with --no-tokenizer"
                 rule = error.problems[0].rule
                 raise CheckpointError(Problem(str(path), None, rule, fix)) from None
     return None
@@ -195,20 +188,20 @@ def run_config(
     folder: Path,
     run: Path,
     import_spec: ImportSpec,
-    theirs: Any,
+    hf_config: Any,
     tokenizer: Tokenizer | None,
     overrides: Sequence[str],
 ) -> Config:
-    """The run's config, the model as the folder's class has it."""
+    """The run's config: the model section from config.json, then the overrides."""
     model = {
         "architecture": import_spec.export_spec.name,
-        **import_spec.model(theirs),
-        "vocab_size": theirs.vocab_size,
-        "tied_embeddings": bool(theirs.tie_word_embeddings),
+        **import_spec.model(hf_config),
+        "vocab_size": hf_config.vocab_size,
+        "tied_embeddings": bool(hf_config.tie_word_embeddings),
     }
-    if theirs.initializer_range > 0:
-        model["initializer_range"] = theirs.initializer_range
-    length = import_spec.length(theirs)
+    if hf_config.initializer_range > 0:
+        model["initializer_range"] = hf_config.initializer_range
+    length = import_spec.length(hf_config)
     train = {"sequence_length": length if length else DEFAULT_LENGTH}
     raw: dict[str, Any] = {"run": {"dir": str(run)}, "model": dict(model), "train": train}
     if tokenizer is not None:
@@ -218,8 +211,8 @@ def run_config(
         build(Config, raw)
     except ConfigError as error:
         where = f"{folder}/config.json: "
-        found = (Problem(where + p.key, p.value, p.rule, "restore it") for p in error.problems)
-        raise CheckpointError(*found) from None
+        problems = (Problem(where + p.key, p.value, p.rule, "restore it") for p in error.problems)
+        raise CheckpointError(*problems) from None
     config = build(Config, apply_overrides(raw, overrides))
     changed = [key for key, value in model.items() if getattr(config.model, key) != value]
     stated = to_dict(build(Config, raw).model)
@@ -227,24 +220,24 @@ def run_config(
                 and getattr(config.model, key) != stated[key]]  # fmt: skip
     if changed or config.run.dir != str(run):
         key = f"model.{changed[0]}" if changed else "run.dir"
-        raise ConfigError(Problem(key, None, "is given by the command", "leave it out"))
-    if tokenizer is not None and tokenizer.vocab_size > theirs.vocab_size:
-        rule = f"has {tokenizer.vocab_size} ids, and the model {theirs.vocab_size}"
-        fix = "mend it, or import with --no-tokenizer"
+        raise ConfigError(Problem(key, None, "is set by the import", "leave it out"))
+    if tokenizer is not None and tokenizer.vocab_size > hf_config.vocab_size:
+        rule = f"has {tokenizer.vocab_size} ids, and the model {hf_config.vocab_size}"
+        fix = "repair it, or import with --no-tokenizer"
         raise CheckpointError(Problem(str(tokenizer.file), None, rule, fix))
     return config
 
 
 def tensor_names(
-    folder: Path, source: SourceFolder, import_spec: ImportSpec, config: Config
+    folder: Path, source: WeightsReader, import_spec: ImportSpec, config: Config
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """By canonical name, the class's name and shape of every tensor, all found in the folder."""
+    """Canonical name to the class's name and shape, after checking that the folder matches."""
     _check_sizes(folder, source, import_spec, config.model)
     shapes = {name: tuple(t.shape) for name, t in unset_weights(config.model).items()}
-    names = {ours: (theirs, shapes[ours]) for ours, theirs in import_spec.names(config.model)}
+    names = {name: (hf_name, shapes[name]) for name, hf_name in import_spec.names(config.model)}
     assert names.keys() == shapes.keys()
     tied = "lm_head.weight" if config.model.tied_embeddings else None
-    problems = source.problems({theirs: shape for theirs, shape in names.values()}, tied)
+    problems = source.problems(dict(names.values()), tied)
     if problems:
         raise CheckpointError(*problems)
     if tied in source.shapes:
@@ -256,27 +249,27 @@ def tensor_names(
 
 
 def _check_sizes(
-    folder: Path, source: SourceFolder, import_spec: ImportSpec, model: ModelConfig
+    folder: Path, source: WeightsReader, import_spec: ImportSpec, model: ModelConfig
 ) -> None:
-    """Refuse sizes that the folder cannot have: shapes of a billion blocks would take for ever."""
+    """Refuse sizes that the folder cannot have, before shapes of a billion blocks are listed."""
     if model.num_layers > len(source.shapes):
         rule = f"is more than the {len(source.shapes)} tensors of the folder"
         key = f"{folder}/config.json: number of blocks"
         raise CheckpointError(Problem(key, model.num_layers, rule, "restore it"))
-    name = next(theirs for ours, theirs in import_spec.names(model) if ours == "embedding.weight")
-    amiss = source.amiss(name, (vocab_size(model), model.hidden_size))
-    if amiss is not None:
-        raise CheckpointError(Problem(f"{folder}: {name}", None, amiss, "restore the folder"))
+    name = next(hf for native, hf in import_spec.names(model) if native == "embedding.weight")
+    error = source.shape_error(name, (vocab_size(model), model.hidden_size))
+    if error is not None:
+        raise CheckpointError(Problem(f"{folder}: {name}", None, error, "restore the folder"))
 
 
 def canonical(import_spec: ImportSpec, model: ModelConfig, name: str, stored: Tensor) -> Tensor:
-    """A tensor of the class as the canonical one of this name, in its stored type."""
+    """A stored tensor in the canonical layout, in its stored dtype."""
     return import_spec.rows(model, stored) if ".qkv." in name else stored
 
 
 def _write_step(
     step: Path,
-    source: SourceFolder,
+    source: WeightsReader,
     import_spec: ImportSpec,
     config: Config,
     names: Mapping[str, tuple[str, tuple[int, ...]]],
@@ -284,7 +277,7 @@ def _write_step(
     imported: dict[str, Any],
     shard_bytes: int,
 ) -> None:
-    """Fill the step folder, tensor by tensor."""
+    """Write the step folder, one tensor at a time."""
     write_text(step / CONFIG, to_yaml(config))
     if tokenizer is not None:
         (step / TOKENIZER).mkdir()
@@ -332,10 +325,10 @@ def _write_step(
 
 
 def _blocks(name: str, tensor: Tensor, progress: Progress) -> Iterator[Tensor]:
-    """The tensor's elements in fp32, some at a time.
+    """The tensor's elements in fp32, in flat blocks.
 
     Raises:
-        CheckpointError: one is not finite.
+        CheckpointError: an element is not finite.
     """
     for block in tensor.reshape(-1).split(_ELEMENTS_AT_ONCE):
         if not bool(block.isfinite().all()):

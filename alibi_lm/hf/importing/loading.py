@@ -1,4 +1,4 @@
-"""Hugging Face folders put into memory for use: as our own model, or as their own class."""
+"""Load Hugging Face folders for use: as our own model, or as their `transformers` class."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from alibi_lm.hf.importing.importer import (
     run_config,
     tensor_names,
 )
-from alibi_lm.hf.manifest import FACTS, check_own_files
+from alibi_lm.hf.manifest import EXPORT_MANIFEST, check_manifest
 from alibi_lm.hf.parity.transformers_reference import quiet
-from alibi_lm.hf.weights_reader import SourceFolder, inside, read_json
+from alibi_lm.hf.weights_reader import WeightsReader, plain_file, read_json
 from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.decoder import Decoder, filled_decoder
 from alibi_lm.parallel.mesh import NO_PARALLEL, ParallelDim
@@ -39,12 +39,12 @@ _POSITION_TABLES = ("wpe", "embed_positions", "position_embeddings")
 
 
 def find_folder(name: str) -> Path:
-    """The folder of a model: a folder here, or the hub's `organization/model[@revision]`.
+    """The folder of a model: a local folder, or the Hub's `organization/model[@revision]`.
 
-    The hub's is downloaded into its cache, unless it is there.
+    A Hub model is downloaded into the Hub cache unless it is there already.
 
     Raises:
-        CheckpointError: there is neither.
+        CheckpointError: neither exists.
     """
     if Path(name).is_dir():
         return Path(name)
@@ -59,16 +59,16 @@ def find_folder(name: str) -> Path:
         ))  # fmt: skip
         if not any(folder.glob("*.safetensors")):
             snapshot_download(repository, revision=revision or None, allow_patterns=["*.bin"])
-    except Exception as error:  # the hub's client and what it stands on raise errors of many kinds
+    except Exception as error:  # the Hub client raises errors of many kinds
         detail = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        rule = f"is no folder here, and could not be had from the hub ({detail})"
+        rule = f"is not a local folder and could not be downloaded from the Hub ({detail})"
         fix = "check the name, or name a folder"
         raise CheckpointError(Problem(f"hf:{name}", None, rule, fix)) from None
     return folder
 
 
 def weights_digest(folder: Path) -> str:
-    """SHA-256 over names and contents of the files that model and tokenizer are read from."""
+    """SHA-256 over names and contents of the model and tokenizer files."""
     patterns = ("config.json", "*.safetensors", "*.bin", "tokenizer.*", "vocab.*", "merges.txt")
     names = sorted({path.name for pattern in patterns for path in folder.glob(pattern)})
     digest = hashlib.sha256()
@@ -78,21 +78,21 @@ def weights_digest(folder: Path) -> str:
 
 
 def training_length(folder: Path) -> int | None:
-    """Tokens of a training sample as far as the folder says.
+    """Training sequence length of the folder's model, or None if it is not stated.
 
-    A folder that was exported here says it beside its config, whose own field is the longest
-    input there; any other is asked for its config's field.
+    An export states it in alibi_lm_export.json, because its config field is the longest input.
+    Other folders state it in config.json.
     """
-    if (folder / FACTS).is_file():
-        stated = read_json(folder, FACTS).get("training_length")
+    if (folder / EXPORT_MANIFEST).is_file():
+        stated = read_json(folder, EXPORT_MANIFEST).get("training_length")
         return stated if isinstance(stated, int) else None
     raw = read_json(folder, "config.json")
     values = [raw[key] for key in _LENGTHS if isinstance(raw.get(key), int) and raw[key] > 0]
     return values[0] if values else None
 
 
-def why_not_native(folder: Path) -> str | None:
-    """Why the folder's model cannot be computed as our own, or None where it can."""
+def unsupported_reason(folder: Path) -> str | None:
+    """Why the folder cannot be loaded as our own model, or None if it can."""
     try:
         raw = read_json(folder, "config.json")
         checked_config(folder, raw, import_spec_of(folder, raw))
@@ -102,10 +102,10 @@ def why_not_native(folder: Path) -> str | None:
 
 
 class ImportedFolder:
-    """A BLOOM or MPT folder read as our own model; nothing is written.
+    """A BLOOM or MPT folder loaded as our own model; nothing is written.
 
     Attributes:
-        config: as the run's that `import_folder` makes of it.
+        config: the config of the run that `import_folder` would write.
 
     Raises:
         CheckpointError: the folder cannot be used.
@@ -114,18 +114,18 @@ class ImportedFolder:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         raw = read_json(folder, "config.json")
-        self._reading = import_spec_of(folder, raw)
-        theirs = checked_config(folder, raw, self._reading)
-        check_own_files(folder)
+        self._import_spec = import_spec_of(folder, raw)
+        hf_config = checked_config(folder, raw, self._import_spec)
+        check_manifest(folder)
         self._tokenizer = folder_tokenizer(folder)
         self.config: Config = run_config(
-            folder, folder, self._reading, theirs, self._tokenizer, []
+            folder, folder, self._import_spec, hf_config, self._tokenizer, []
         )  # fmt: skip
-        with SourceFolder(folder, self._reading.prefix) as source:
-            self._names = tensor_names(folder, source, self._reading, self.config)
+        with WeightsReader(folder, self._import_spec.prefix) as source:
+            self._names = tensor_names(folder, source, self._import_spec, self.config)
 
     def tokenizer(self) -> Tokenizer | None:
-        """The folder's tokenizer, or None where it has none."""
+        """The folder's tokenizer, or None if it has none."""
         return self._tokenizer
 
     def decoder(
@@ -135,27 +135,29 @@ class ImportedFolder:
         tp: ParallelDim = NO_PARALLEL,
     ) -> Decoder:
         """As `Step.decoder`."""
-        with SourceFolder(self.folder, self._reading.prefix) as source:
+        with WeightsReader(self.folder, self._import_spec.prefix) as source:
             return filled_decoder(model or self.config.model, _Canonical(self, source), dtype, tp)
 
-    def whole(self, source: SourceFolder, name: str) -> Tensor:
-        """A tensor by its canonical name, flattened, fp32.
+    def whole(self, source: WeightsReader, name: str) -> Tensor:
+        """A tensor by its canonical name: fp32, flattened.
 
         Raises:
             CheckpointError: an element is not finite.
         """
-        theirs = self._names[name][0]
-        tensor = canonical(self._reading, self.config.model, name, source.tensor(theirs)).float()
+        hf_name = self._names[name][0]
+        tensor = canonical(
+            self._import_spec, self.config.model, name, source.tensor(hf_name)
+        ).float()
         if not bool(tensor.isfinite().all()):
             rule = "has elements that are not finite"
-            raise CheckpointError(Problem(theirs, None, rule, "restore the folder"))
+            raise CheckpointError(Problem(hf_name, None, rule, "restore the folder"))
         return tensor.reshape(-1)
 
 
 class _Canonical(StridedReader):
-    """The folder's tensors as a checkpoint's; the one read last is kept for its next parts."""
+    """The folder's tensors, read like a checkpoint's; the last one is cached."""
 
-    def __init__(self, folder: ImportedFolder, source: SourceFolder) -> None:
+    def __init__(self, folder: ImportedFolder, source: WeightsReader) -> None:
         self._folder, self._source = folder, source
         self._last: OrderedDict[str, Tensor] = OrderedDict()
 
@@ -168,11 +170,11 @@ class _Canonical(StridedReader):
         return self._last[name][start : start + numel]
 
 
-class StockFolder:
-    """A folder of any causal language model that `AutoModelForCausalLM` knows.
+class TransformersFolder:
+    """A folder of any causal language model that `AutoModelForCausalLM` supports.
 
     Raises:
-        CheckpointError: the class is not known, or needs code of its own.
+        CheckpointError: the class is unknown or needs remote code.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -184,40 +186,40 @@ class StockFolder:
                 self.config = AutoConfig.from_pretrained(
                     folder, local_files_only=True, trust_remote_code=False
                 )
-                self._unset: nn.Module = AutoModelForCausalLM.from_config(
+                self._meta_model: nn.Module = AutoModelForCausalLM.from_config(
                     self.config, trust_remote_code=False
                 )
-        except Exception as error:  # classes raise errors of many kinds on what they cannot read
+        except Exception as error:  # the classes raise errors of many kinds
             raise _unusable(folder, error) from None
 
     @cached_property
     def num_parameters(self) -> int:
-        """Its weights, each counted once."""
-        return sum(parameter.numel() for parameter in self._unset.parameters())
+        """Number of weights, shared ones counted once."""
+        return sum(parameter.numel() for parameter in self._meta_model.parameters())
 
     @cached_property
     def longest_input(self) -> int | None:
-        """Rows of a table of positions, or None where the class takes any length."""
-        for name, module in self._unset.named_modules():
+        """Rows of the position table, or None if the class takes any length."""
+        for name, module in self._meta_model.named_modules():
             table = name.rpartition(".")[2] in _POSITION_TABLES
             learned = "Sinusoidal" not in type(module).__name__
             if table and learned and isinstance(module, nn.Embedding):
                 return self._stated(module)
-        for name, _ in self._unset.named_buffers():
+        for name, _ in self._meta_model.named_buffers():
             if name.rpartition(".")[2] == "embed_positions":
                 return self._stated()
         return None
 
     def _stated(self, table: nn.Embedding | None = None) -> int | None:
-        found = getattr(self.config, "max_position_embeddings", None)
+        longest = getattr(self.config, "max_position_embeddings", None)
         if table is not None and table.padding_idx is not None:
-            # RoBERTa's kind: positions begin after the row of the padding.
+            # As in RoBERTa: positions begin after the padding row.
             rows = table.num_embeddings - table.padding_idx - 1
-            found = min(found, rows) if isinstance(found, int) else rows
-        return found if isinstance(found, int) else None
+            longest = min(longest, rows) if isinstance(longest, int) else rows
+        return longest if isinstance(longest, int) else None
 
     def load(self, dtype: torch.dtype) -> Any:
-        """The model as `AutoModelForCausalLM` gives it; code in the folder is not run.
+        """The model, loaded by `AutoModelForCausalLM` without remote code.
 
         Raises:
             CheckpointError: it cannot be loaded, or a tensor is missing or of another shape.
@@ -235,26 +237,26 @@ class StockFolder:
                 )
         except Exception as error:
             raise _unusable(self.folder, error) from None
-        amiss = [*report.get("missing_keys", ()), *report.get("mismatched_keys", ())]
-        if amiss:
-            named = ", ".join(sorted(str(name) for name in amiss)[:4])
-            rule = f"{len(amiss)} tensors are missing or of another shape ({named})"
+        errors = [*report.get("missing_keys", ()), *report.get("mismatched_keys", ())]
+        if errors:
+            named = ", ".join(sorted(str(name) for name in errors)[:4])
+            rule = f"{len(errors)} tensors are missing or of another shape ({named})"
             raise CheckpointError(Problem(str(self.folder), None, rule, "restore the folder"))
         return model.eval()
 
     def tokenizer(self) -> Tokenizer | None:
-        """The folder's tokenizer as `AutoTokenizer` gives it, or None where it has none.
+        """The folder's tokenizer, loaded by `AutoTokenizer`, or None if it has none.
 
         Raises:
-            CheckpointError: it has one that cannot be loaded, or that ends no document.
+            CheckpointError: it cannot be loaded or has no end-of-sequence token.
         """
-        from alibi_lm.hf.importing.auto_tokenizer import StockTokenizer, has_tokenizer
+        from alibi_lm.hf.importing.auto_tokenizer import AutoTokenizerAdapter, has_tokenizer
 
-        return StockTokenizer(self.folder) if has_tokenizer(self.folder) else None
+        return AutoTokenizerAdapter(self.folder) if has_tokenizer(self.folder) else None
 
 
 def _unusable(folder: Path, error: Exception) -> CheckpointError:
     detail = " ".join(f"{type(error).__name__}: {error}".split())[:200]
     rule = f"transformers cannot load it ({detail})"
-    fix = "name the folder of a causal language model that needs no code of its own"
-    return CheckpointError(Problem(str(inside(folder, "config.json").parent), None, rule, fix))
+    fix = "name the folder of a causal language model that needs no remote code"
+    return CheckpointError(Problem(str(plain_file(folder, "config.json").parent), None, rule, fix))

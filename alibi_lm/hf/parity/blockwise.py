@@ -1,4 +1,4 @@
-"""Comparing the native model with the stock class's where memory holds one block of each."""
+"""Blockwise parity: compare native and reference logits with one block of each in memory."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from alibi_lm.hf.exporting.weights import StepWeights
-from alibi_lm.hf.parity.logits import STEP_TOKENS, TOLERANCE, judged, worst_difference
+from alibi_lm.hf.parity.logits import STEP_TOKENS, TOLERANCE, checked_difference, worst_difference
 from alibi_lm.hf.parity.transformers_reference import (
     CachedState,
     Mismatch,
-    StockLayers,
-    bias_from_the_end,
+    ReferenceBlocks,
+    bias_zero_at_newest_key,
 )
 from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.inference.kv_cache import LayerKVCache
@@ -24,29 +24,29 @@ from alibi_lm.parallel.mesh import NO_PARALLEL
 from alibi_lm.parallel.tensor_parallel import vocabulary_logits
 
 NEW_TOKENS = 4
-"""Tokens generated greedily: each takes another reading of all weights."""
+"""Tokens generated greedily; each reads all weights again."""
 PROMPT_TOKENS = 64
-_PORTION = 4096
-"""Tokens that are in the native block at once."""
+_CHUNK_TOKENS = 4096
+"""Tokens that the native block reads at once."""
 _ROWS_BYTES = 1 << 26
-"""Rows of an embedding that are in memory at once."""
+"""Largest part of an embedding in memory."""
 _SCORES_BYTES = 1 << 27
-"""A score matrix of the stock class, which holds it some four times over."""
+"""Largest score matrix of the reference, which holds about four copies."""
 
 
 @torch.no_grad()
-def compare_logits_by_layer(
+def compare_logits_blockwise(
     config: ModelConfig,
     weights: StepWeights,
-    stock: Callable[[torch.dtype], StockLayers],
+    make_reference: Callable[[torch.dtype], ReferenceBlocks],
     tokens: Tensor,
 ) -> dict[str, float | int | None]:
     """`logits.compare_logits` with one block of each model in memory.
 
     Args:
         config: the native model.
-        weights: its weights, read one at a time.
-        stock: makes the stock model for a dtype.
+        weights: its weights, read one tensor at a time.
+        make_reference: builds the reference model in a dtype.
         tokens: [1, T].
 
     Raises:
@@ -56,137 +56,148 @@ def compare_logits_by_layer(
     twice = ("embedding.weight",) if config.tied_embeddings else ()
     most = max(1, _SCORES_BYTES // (4 * config.num_heads * length))
 
-    def plainly() -> float:
+    def in_fp32() -> float:
         with weights.progress(f"compare {length:,} tokens", twice=twice):
-            return _Layered(config, weights, stock(torch.float32)).difference(tokens, most)
+            return _BlockwisePair(config, weights, make_reference(torch.float32)).difference(
+                tokens, most
+            )
 
-    def exactly() -> float:
-        model = stock(torch.float64)
-        layered = _Layered(config, weights, model)
+    def in_fp64() -> float:
+        model = make_reference(torch.float64)
+        pair = _BlockwisePair(config, weights, model)
         with (
-            bias_from_the_end(model.model),
+            bias_zero_at_newest_key(model.model),
             weights.progress(f"in fp64, {length:,} tokens", twice=twice),
         ):
-            return layered.difference(tokens, min(STEP_TOKENS, max(1, most // 2)))
+            return pair.difference(tokens, min(STEP_TOKENS, max(1, most // 2)))
 
-    return judged(length, plainly, exactly)
+    return checked_difference(length, in_fp32, in_fp64)
 
 
 @torch.no_grad()
-def compare_greedy_by_layer(
-    config: ModelConfig, weights: StepWeights, model: StockLayers, prompt: Tensor, num_tokens: int
+def compare_greedy_blockwise(
+    config: ModelConfig,
+    weights: StepWeights,
+    model: ReferenceBlocks,
+    prompt: Tensor,
+    num_tokens: int,
 ) -> None:
-    """`logits.compare_greedy` with one block of each model in memory, and all of their caches.
+    """`logits.compare_greedy` with one block of each model, and all caches, in memory.
 
     Raises:
-        Mismatch: a token differs that is likelier than the other one by more than the tolerance.
+        Mismatch: a token differs by more than the tolerance in its logit.
     """
-    layered = _Layered(config, weights, model)
+    pair = _BlockwisePair(config, weights, model)
     caches = [(LayerKVCache(), CachedState()) for _ in range(config.num_layers)]
     tokens = prompt
     twice = ("embedding.weight",) if config.tied_embeddings else ()
     with weights.progress(f"generate {num_tokens} tokens", num_tokens, twice):
         for number in range(1, num_tokens + 1):
-            ours, theirs = layered.next_logits(tokens, caches)
-            our_choice, choice = int(ours.argmax()), int(theirs.argmax())
-            if our_choice != choice and not ours[our_choice] - ours[choice] <= TOLERANCE:
+            native, reference = pair.next_logits(tokens, caches)
+            native_choice, choice = int(native.argmax()), int(reference.argmax())
+            if native_choice != choice and not native[native_choice] - native[choice] <= TOLERANCE:
                 raise Mismatch(f"greedy token {number} differs")
             tokens = torch.tensor([[choice]])
 
 
-class _Layered:
-    """The two models, each with one module in memory."""
+class _BlockwisePair:
+    """Both models, each with one module in memory."""
 
-    def __init__(self, config: ModelConfig, weights: StepWeights, model: StockLayers) -> None:
+    def __init__(self, config: ModelConfig, weights: StepWeights, model: ReferenceBlocks) -> None:
         self.config, self.weights, self.model = config, weights, model
         with torch.device("meta"):
-            self.our_block, self.head = Block(config), Head(config)
+            self.native_block, self.head = Block(config), Head(config)
         assert config.vocab_size is not None
         self.vocab_size = config.vocab_size
         self.rows = max(1, _ROWS_BYTES // (4 * config.hidden_size))
 
     def difference(self, tokens: Tensor, step_tokens: int) -> float:
         """Largest |logit difference| over tokens [1, T]; NaN in either gives NaN."""
-        ours, theirs = self._embedded(tokens)
+        native, reference = self._embedded(tokens)
         for _ in self._blocks():
-            ours = self._our_block(ours)
-            theirs = self.model.block(theirs, step_tokens)
-        ours = self.head.norm(ours)
-        worst = torch.zeros((), dtype=ours.dtype)
-        for our_logits, their_logits, number in self._outputs():
-            found = worst_difference(ours, theirs, our_logits, their_logits, number)
+            native = self._native_block(native)
+            reference = self.model.block(reference, step_tokens)
+        native = self.head.norm(native)
+        worst = torch.zeros((), dtype=native.dtype)
+        for native_logits, reference_logits, number in self._outputs():
+            found = worst_difference(native, reference, native_logits, reference_logits, number)
             worst = torch.maximum(worst, found)
         return float(worst)
 
     def next_logits(
         self, tokens: Tensor, caches: list[tuple[LayerKVCache, CachedState]]
     ) -> tuple[Tensor, Tensor]:
-        """Both models' logits [V] after tokens [1, n], which follow those in the caches."""
-        ours, theirs = self._embedded(tokens)
+        """Both models' logits [V] after tokens [1, n], which follow the cached ones."""
+        native, reference = self._embedded(tokens)
         for index in self._blocks():
-            our_cache, their_cache = caches[index]
-            ours = self.our_block(ours, our_cache)
-            theirs = self.model.step(theirs, their_cache)
-        ours, theirs = self.head.norm(ours)[0, -1], theirs[0, -1]
-        parts = [(our(ours), their(theirs)) for our, their, _ in self._outputs()]
+            native_cache, reference_cache = caches[index]
+            native = self.native_block(native, native_cache)
+            reference = self.model.step(reference, reference_cache)
+        native, reference = self.head.norm(native)[0, -1], reference[0, -1]
+        parts = [
+            (native_output(native), reference_output(reference))
+            for native_output, reference_output, _ in self._outputs()
+        ]
         return torch.cat([part for part, _ in parts]), torch.cat([part for _, part in parts])
 
-    def _our_block(self, hidden: Tensor) -> Tensor:
-        """[1, T, d] to the same; a long input goes in by portions, for what lies between."""
-        if hidden.shape[1] <= _PORTION:
-            return cast(Tensor, self.our_block(hidden))
+    def _native_block(self, hidden: Tensor) -> Tensor:
+        """[1, T, d] through the native block; a long input goes in chunks to save memory."""
+        if hidden.shape[1] <= _CHUNK_TOKENS:
+            return cast(Tensor, self.native_block(hidden))
         cache = LayerKVCache()
-        return torch.cat([self.our_block(part, cache) for part in hidden.split(_PORTION, 1)], 1)
+        return torch.cat(
+            [self.native_block(part, cache) for part in hidden.split(_CHUNK_TOKENS, 1)], 1
+        )
 
     def _blocks(self) -> Iterator[int]:
-        """The blocks' numbers, each in memory until the next; then the final norms are."""
+        """Block indices; each block is in memory until the next, and at the end the final norm."""
         last = self.config.num_layers - 1
         for index in range(last + 1):
-            self._fill(self.our_block, f"blocks.{index}")
+            self._fill(self.native_block, f"blocks.{index}")
             self.model.place(index, last)
             yield index
-        self.our_block.to("meta")
+        self.native_block.to("meta")
         self.model.remove()
         self._fill(self.head.norm, "head.norm")
 
     def _embedded(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Embeddings [1, T, d] in both models; the stock one's norm comes with its first block."""
+        """Embeddings [1, T, d] in both models; the reference norms in its first block."""
         ids, places = tokens.unique(return_inverse=True)
-        found = []
+        rows = []
         for start in range(0, self.vocab_size, self.rows):
             wanted = ids[(ids >= start) & (ids < start + self.rows)] - start
             if len(wanted):
                 stop = start + self.rows
-                our_rows = self.weights.rows("embedding.weight", start, stop)[wanted]
-                found.append((our_rows, self.model.rows(start, stop)[wanted]))
+                native_rows = self.weights.rows("embedding.weight", start, stop)[wanted]
+                rows.append((native_rows, self.model.rows(start, stop)[wanted]))
         with torch.device("meta"):
             embedding = Embedding(replace(self.config, vocab_size=len(ids)))
-        state = {"weight": torch.cat([ours for ours, _ in found])}
+        state = {"weight": torch.cat([native for native, _ in rows])}
         state |= {
             key: self.weights[f"embedding.{key}"]
             for key in embedding.state_dict()
             if key not in state
         }
         embedding.load_state_dict(state, assign=True)
-        theirs = torch.cat([rows for _, rows in found])[places]
-        return embedding.to(self.model.dtype)(places), theirs
+        reference = torch.cat([rows for _, rows in rows])[places]
+        return embedding.to(self.model.dtype)(places), reference
 
     def _outputs(
         self,
     ) -> Iterator[tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor], int]]:
-        """Both output layers for some ids after others, and how many; one is used at a time."""
+        """Both output layers for consecutive ranges of ids, and the size of each range."""
         name = "embedding.weight" if self.config.tied_embeddings else "head.weight"
         for start in range(0, self.vocab_size, self.rows):
             stop = min(start + self.rows, self.vocab_size)
             weight = self.weights.rows(name, start, stop).to(self.model.dtype)
 
-            def our_logits(hidden: Tensor, weight: Tensor = weight) -> Tensor:
+            def native_logits(hidden: Tensor, weight: Tensor = weight) -> Tensor:
                 return vocabulary_logits(hidden, weight, len(weight), NO_PARALLEL)
 
-            yield our_logits, self.model.output(start, stop), stop - start
+            yield native_logits, self.model.output(start, stop), stop - start
 
     def _fill(self, module: nn.Module, name: str) -> None:
-        module.to("meta")  # what it held goes before more comes
+        module.to("meta")  # free the old weights first
         state = {
             key: self.weights[f"{name}.{key}"].to(self.model.dtype) for key in module.state_dict()
         }

@@ -1,4 +1,4 @@
-"""Reading a written folder back, and comparing it with what it was made from."""
+"""Parity check: compare an exported or imported model with the `transformers` reference."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from alibi_lm.checkpoint.step import Step
 from alibi_lm.data.indexed import TokenFile
 from alibi_lm.data.tokenizer import Tokenizer
-from alibi_lm.hf.exporting.weights import StepWeights, same_bits, unset_weights
+from alibi_lm.hf.exporting.weights import StepWeights, filled_decoder, same_bits, unset_weights
 from alibi_lm.hf.parity import blockwise
 from alibi_lm.hf.parity.logits import (
     NEW_TOKENS,
@@ -23,17 +23,17 @@ from alibi_lm.hf.parity.logits import (
     compare_greedy,
     compare_logits,
 )
-from alibi_lm.hf.parity.transformers_reference import Mismatch, StockLayers, load_model, quiet
+from alibi_lm.hf.parity.transformers_reference import Mismatch, ReferenceBlocks, load_model, quiet
 from alibi_lm.hf.specs.base import ImportSpec
-from alibi_lm.hf.weights_reader import SourceFolder
+from alibi_lm.hf.weights_reader import WeightsReader
 from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.decoder import Decoder
 from alibi_lm.model.flops import num_parameters
 from alibi_lm.utils.errors import CheckpointError, ConfigError, DataError, Problem
 
 ParityLevel = Literal["logits", "blockwise", "weights"]
-"""What is compared: logits of both whole models and their greedy tokens; logits computed one
-block at a time, for models that memory does not hold twice; or the bits of the weights only."""
+"""What is compared: logits and greedy tokens of both models; the same computed one block at a time,
+for models that do not fit in memory twice; or only the bits of the weights."""
 MULTIPLES = (1, 4)
 """Lengths at which logits are compared, as multiples of the training length."""
 LARGEST_PROMPT = 256
@@ -54,29 +54,29 @@ HARD_TEXTS = (
 
 
 @dataclass(frozen=True)
-class Pair:
-    """A folder of a stock class and the weights that it must hold."""
+class ModelPair:
+    """A folder of a `transformers` class and the weights it must hold."""
 
     folder: Path
-    source: SourceFolder
+    source: WeightsReader
     import_spec: ImportSpec
     config: Any
-    """Of the class, as it reads config.json."""
+    """Its config.json as an instance of the class's config."""
     model: ModelConfig
     weights: StepWeights
 
     def check_names(self) -> None:
-        """The folder must hold the class's tensors, all of them and no others."""
+        """The folder must hold exactly the class's tensors."""
         whole = replace(self.model, num_kv_heads=None)
         shapes = {name: tuple(t.shape) for name, t in unset_weights(whole).items()}
-        expected = {theirs: shapes[ours] for ours, theirs in self.import_spec.names(whole)}
+        expected = {hf: shapes[name] for name, hf in self.import_spec.names(whole)}
         tied = "lm_head.weight" if self.model.tied_embeddings else None
         problems = self.source.problems(expected, tied)
         if problems:
             raise Mismatch(" | ".join(str(problem) for problem in problems))
 
     def check_bits(self) -> int:
-        """Number of tensors, all equal bit by bit to those that the weights make."""
+        """Number of tensors; each must equal the converted weights bit for bit."""
         count = 0
         with self.weights.progress("read back"):
             for name, tensor in self.import_spec.export_spec.tensors(self.model, self.weights):
@@ -88,24 +88,18 @@ class Pair:
 
     def decoder(self) -> Decoder:
         """The native model with these weights."""
-        with torch.device("meta"):
-            decoder = Decoder(self.model, seed=None)
-        decoder = decoder.to_empty(device="cpu").eval()
-        with torch.no_grad():
-            for name, parameter in decoder.named_parameters():
-                parameter.copy_(self.weights[name])
-        return decoder
+        return filled_decoder(self.model, self.weights)
 
-    def stock(self, dtype: torch.dtype) -> StockLayers:
-        """The stock model, one block at a time."""
-        return StockLayers(self.config, self.import_spec, self.source, dtype)
+    def reference(self, dtype: torch.dtype) -> ReferenceBlocks:
+        """The reference model, one block at a time."""
+        return ReferenceBlocks(self.config, self.import_spec, self.source, dtype)
 
 
-def choose(parity: ParityLevel | str | None, model: ModelConfig) -> ParityLevel:
-    """The proof asked for; by default `logits`, or `layers` where memory is short for it.
+def choose_parity(parity: ParityLevel | str | None, model: ModelConfig) -> ParityLevel:
+    """The requested level; by default `logits`, or `blockwise` where memory is short for it.
 
     Raises:
-        ConfigError: there is no such proof.
+        ConfigError: there is no such level.
     """
     if parity is None:
         both = 2 * 4 * num_parameters(model)
@@ -119,13 +113,13 @@ def choose(parity: ParityLevel | str | None, model: ModelConfig) -> ParityLevel:
 
 @torch.no_grad()
 def check_parity(
-    pair: Pair, parity: ParityLevel, texts: tuple[Tensor, str], length: int
+    pair: ModelPair, parity: ParityLevel, texts: tuple[Tensor, str], length: int
 ) -> dict[str, Any]:
-    """Compare bits, logits and greedy tokens; the numbers, if all agree.
+    """Compare bits, logits and greedy tokens, and return the numbers.
 
     Args:
         pair: what is compared.
-        proof: how much.
+        parity: what to compare.
         texts: tokens [1, T] for the longest comparison, and where they come from.
         length: the shortest one.
 
@@ -134,45 +128,49 @@ def check_parity(
     """
     if parity != "logits":
         pair.check_names()
-    facts: dict[str, Any] = {"kind": parity, "tensors_equal": pair.check_bits(), "logits": []}
+    summary: dict[str, Any] = {"kind": parity, "tensors_equal": pair.check_bits(), "logits": []}
     if parity == "weights":
-        return facts
-    tokens, facts["tokens"] = texts
-    facts["tolerance"] = TOLERANCE
+        return summary
+    tokens, summary["tokens"] = texts
+    summary["tolerance"] = TOLERANCE
     lengths = [n for n in (multiple * length for multiple in MULTIPLES) if n <= tokens.shape[1]]
     longest = pair.import_spec.longest(pair.config) or length + NEW_TOKENS
     if parity == "blockwise":
-        facts["logits"] = [
-            blockwise.compare_logits_by_layer(pair.model, pair.weights, pair.stock, tokens[:, :n])
+        summary["logits"] = [
+            blockwise.compare_logits_blockwise(
+                pair.model, pair.weights, pair.reference, tokens[:, :n]
+            )
             for n in lengths
         ]
         num_tokens = min(blockwise.NEW_TOKENS, longest - 1)
         prompt = min(length, blockwise.PROMPT_TOKENS, longest - num_tokens)
-        model = pair.stock(torch.float32)
-        blockwise.compare_greedy_by_layer(
+        model = pair.reference(torch.float32)
+        blockwise.compare_greedy_blockwise(
             pair.model, pair.weights, model, tokens[:, :prompt], num_tokens
         )
-        return facts | {"greedy_tokens_equal": num_tokens}
+        return summary | {"greedy_tokens_equal": num_tokens}
     model, decoder = (
         load_model(pair.folder, pair.import_spec.export_spec.class_name),
         pair.decoder(),
     )
-    facts["logits"] = [compare_logits(decoder, model, tokens[:, :n]) for n in lengths]
+    summary["logits"] = [compare_logits(decoder, model, tokens[:, :n]) for n in lengths]
     prompt = min(length, LARGEST_PROMPT, max(1, longest - NEW_TOKENS))
     num_tokens = min(NEW_TOKENS, longest - prompt)
     compare_greedy(decoder, model, tokens[:, :prompt], num_tokens)
-    facts["greedy_tokens_equal"] = num_tokens
-    return facts
+    summary["greedy_tokens_equal"] = num_tokens
+    return summary
 
 
-def check_export_parity(step: Step, pair: Pair, parity: ParityLevel, name: Path) -> dict[str, Any]:
-    """Compare an exported folder's model with the run's; the numbers.
+def check_export_parity(
+    step: Step, pair: ModelPair, parity: ParityLevel, name: Path
+) -> dict[str, Any]:
+    """Compare an exported folder's model with the run's, and return the numbers.
 
     Args:
         step: the checkpoint, for its validation text and training length.
-        pair: its weights, rounded as the exported ones are, and the folder.
-        proof: what is compared of the model.
-        name: what the folder is called in an error.
+        pair: its weights, rounded to the exported dtype, and the folder.
+        parity: what to compare.
+        name: the path to name in an error.
 
     Raises:
         CheckpointError: anything differs.
@@ -189,13 +187,13 @@ def check_export_parity(step: Step, pair: Pair, parity: ParityLevel, name: Path)
         raise CheckpointError(Problem(str(name), None, mismatch.rule, mismatch.fix)) from None
 
 
-def prove_tokenizer(
+def check_tokenizer_parity(
     step: Step, tokenizer: Tokenizer, folder: Path, name: Path
 ) -> dict[str, int | str]:
-    """Compare the folder's tokenizer with the run's on validation text; the numbers.
+    """Compare the folder's tokenizer with the run's on validation text, and return the numbers.
 
     Raises:
-        CheckpointError: ids or texts differ.
+        CheckpointError: ids or decoded texts differ.
     """
     try:
         with quiet():
@@ -204,8 +202,8 @@ def prove_tokenizer(
         raise CheckpointError(Problem(str(name), None, mismatch.rule, mismatch.fix)) from None
 
 
-def check_import_parity(pair: Pair, parity: ParityLevel) -> dict[str, Any]:
-    """Compare an imported model with the stock class on seeded ids; the numbers.
+def check_import_parity(pair: ModelPair, parity: ParityLevel) -> dict[str, Any]:
+    """Compare an imported model with its `transformers` class on seeded ids.
 
     Raises:
         CheckpointError: anything differs.
@@ -223,8 +221,8 @@ def check_import_parity(pair: Pair, parity: ParityLevel) -> dict[str, Any]:
         ) from None
 
 
-def told(parity: Mapping[str, Any]) -> str:
-    """A proof in one line."""
+def parity_summary(parity: Mapping[str, Any]) -> str:
+    """A parity check on one line."""
     equal = f"{parity['tensors_equal']:,} tensors equal bit by bit"
     rows = [f"{row['max_difference']:.1e} at {row['length']:,} tokens" for row in parity["logits"]]
     if not rows:
@@ -236,11 +234,11 @@ def told(parity: Mapping[str, Any]) -> str:
 
 
 def sample_tokens(step: Step, length: int, model: ModelConfig) -> tuple[Tensor, str]:
-    """[1, length] tokens of validation text and where they come from; else seeded random ones."""
+    """[1, length] tokens of validation text, else seeded random ones, and a description."""
     for prefix in step.config.data.validation:
         try:
             file = TokenFile(prefix)
-        except DataError:  # a run is exported on other machines than it was trained on
+        except DataError:  # a run may be exported on a machine without its corpora
             continue
         if file.num_tokens >= length:
             longest = int(file.document_lengths.argmax())
@@ -251,14 +249,14 @@ def sample_tokens(step: Step, length: int, model: ModelConfig) -> tuple[Tensor, 
 
 
 def random_tokens(length: int, model: ModelConfig) -> tuple[Tensor, str]:
-    """[1, length] seeded random tokens, and that they are."""
+    """[1, length] seeded random tokens and their description."""
     generator = torch.Generator().manual_seed(SEED)
     assert model.vocab_size is not None
     return torch.randint(model.vocab_size, (1, length), generator=generator), "random tokens"
 
 
 def validation_texts(step: Step, tokenizer: Tokenizer) -> Iterator[str]:
-    """Validation documents as text, up to `TEXT_CHARS` characters in all."""
+    """Validation documents as text, `TEXT_CHARS` characters at most."""
     total = 0
     for prefix in step.config.data.validation:
         try:
@@ -281,7 +279,7 @@ def _compare_tokenizers(
     from transformers import AutoTokenizer
 
     with quiet():
-        # Without the last, transformers asks on the terminal about a folder with code of its own.
+        # Without trust_remote_code, transformers asks on the terminal about folders with code.
         loaded = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
@@ -305,17 +303,17 @@ def _compare_tokenizers(
 
 
 def _compare_text(tokenizer: Tokenizer, loaded: Any, text: str) -> int:
-    """Number of tokens of `text`, which both tokenizers must encode and decode alike."""
+    """Number of tokens of `text`; both tokenizers must encode and decode it alike."""
     ids = tokenizer.encode(text)
-    theirs = loaded(text)["input_ids"]
-    if theirs != ids:
-        at = common_prefix(ids, theirs)
+    loaded_ids = loaded(text)["input_ids"]
+    if loaded_ids != ids:
+        at = common_prefix(ids, loaded_ids)
         before = tokenizer.decode(ids[:at])
         shown = repr(text[len(before) : len(before) + 20])
         raise Mismatch(
-            f"token {at:,} of a text differs: AutoTokenizer gives {theirs[at : at + 3]}, not "
+            f"token {at:,} of a text differs: AutoTokenizer gives {loaded_ids[at : at + 3]}, not "
             f"{ids[at : at + 3]}, for {shown}",
-            "export without the tokenizer, and hand on the run's own tokenizer file",
+            "export with --no-tokenizer and pass on the run's own tokenizer file",
         )
     if loaded.decode(ids) != tokenizer.decode(ids):
         raise Mismatch("AutoTokenizer decodes ids to another text")

@@ -1,4 +1,4 @@
-"""The stock classes of `transformers`: loaded from a folder, whole or one block at a time."""
+"""The `transformers` reference: a folder's model, loaded whole or one block at a time."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ import torch
 from torch import Tensor, nn
 
 from alibi_lm.hf.specs.base import ImportSpec
-from alibi_lm.hf.weights_reader import SourceFolder
+from alibi_lm.hf.weights_reader import WeightsReader
 from alibi_lm.utils.errors import CheckpointError, Problem
 
 
 class Mismatch(Exception):
-    """What differs, and what the user can do."""
+    """A difference between two models or tokenizers, and what the user can do."""
 
-    def __init__(self, rule: str, fix: str = "nothing is left behind; report this") -> None:
+    def __init__(self, rule: str, fix: str = "nothing was written; report this") -> None:
         super().__init__(rule)
         self.rule, self.fix = rule, fix
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """No progress bars and no advice from `transformers`."""
+    """Silence the progress bars and advice of `transformers`."""
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -40,7 +40,7 @@ def quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def stock_class(name: str) -> Any:
+def transformers_class(name: str) -> Any:
     """The class of `transformers` of this name."""
     from transformers.models.bloom.modeling_bloom import BloomForCausalLM
     from transformers.models.mpt.modeling_mpt import MptForCausalLM
@@ -49,26 +49,26 @@ def stock_class(name: str) -> Any:
 
 
 def reference_config(folder: Path, raw: dict[str, Any], import_spec: ImportSpec) -> Any:
-    """The class's own reading of a config.json, defaults and all.
+    """A config.json as an instance of the class's config, with its defaults.
 
     Raises:
         CheckpointError: the class cannot read it.
     """
-    kind = stock_class(import_spec.export_spec.class_name).config_class
+    kind = transformers_class(import_spec.export_spec.class_name).config_class
     try:
         return kind.from_dict(raw)
     except Exception as error:  # the class raises errors of several kinds on what it cannot read
         detail = " ".join(str(error).split())[:160]
-        rule = f"is not what {kind.__name__} reads ({detail})"
+        rule = f"{kind.__name__} cannot read it ({detail})"
         key = f"{folder}/config.json"
         raise CheckpointError(Problem(key, None, rule, "restore the folder")) from None
 
 
 def load_model(folder: Path, class_name: str) -> Any:
-    """The folder's model in fp32, as `AutoModelForCausalLM` gives it; code in it is not run.
+    """The folder's model in fp32, loaded by `AutoModelForCausalLM` without remote code.
 
     Raises:
-        Mismatch: it cannot be loaded, another class comes out, or a tensor is missing or left over.
+        Mismatch: it cannot be loaded, has another class, or a tensor is missing or left over.
     """
     from transformers import AutoModelForCausalLM
 
@@ -81,37 +81,38 @@ def load_model(folder: Path, class_name: str) -> Any:
             local_files_only=True,
             trust_remote_code=False,
         )
-    except Exception as error:  # what it makes of a config's other keys raises errors of many kinds
+    except Exception as error:  # the class raises errors of many kinds on a config's other keys
         detail = " ".join(f"{type(error).__name__}: {error}".split())[:160]
-        raise Mismatch(f"transformers cannot load it ({detail})", "mend the folder") from None
-    amiss = {kind: sorted(map(str, names)) for kind, names in report.items() if names}
-    if amiss or type(model).__name__ != class_name:
-        raise Mismatch(f"{type(model).__name__} loads it with {amiss or 'nothing amiss'}")
+        raise Mismatch(f"transformers cannot load it ({detail})", "repair the folder") from None
+    errors = {kind: sorted(map(str, names)) for kind, names in report.items() if names}
+    if errors or type(model).__name__ != class_name:
+        raise Mismatch(f"{type(model).__name__} loads it with {errors or 'no errors'}")
     return model.eval()
 
 
-class StockLayers:
-    """A stock model of which one block, or a part of the embedding, is in memory.
+class ReferenceBlocks:
+    """A reference model with one block, or a part of the embedding, in memory.
 
-    The class itself computes: it is made with a single block, whose weights are put in turn.
+    The `transformers` class itself computes: it is built with a single block, which gets the
+    weights of each block in turn.
     """
 
     def __init__(
-        self, config: Any, import_spec: ImportSpec, source: SourceFolder, dtype: torch.dtype
+        self, config: Any, import_spec: ImportSpec, source: WeightsReader, dtype: torch.dtype
     ) -> None:
-        """Make the class on no device.
+        """Build the class on the meta device.
 
         Args:
             config: its config.
-            reading: how its tensors are called.
-            source: the folder, which gives a tensor by the class's name for it.
-            dtype: type to compute in.
+            import_spec: the names of its modules.
+            source: the folder's weights.
+            dtype: dtype to compute in.
         """
         self.import_spec, self.source, self.dtype = import_spec, source, dtype
         self.tied = bool(config.tie_word_embeddings)
         one = copy.deepcopy(config)
         setattr(one, import_spec.num_blocks, 1)
-        kind = stock_class(import_spec.export_spec.class_name)
+        kind = transformers_class(import_spec.export_spec.class_name)
         with torch.device("meta"):
             self.model = kind._from_config(one, attn_implementation="eager").eval()
         self.base = self.model.base_model
@@ -120,7 +121,7 @@ class StockLayers:
             self.embedding_norm = getattr(self.base, import_spec.embedding_norm)
 
     def _fill(self, module: nn.Module, name: str) -> None:
-        module.to("meta")  # what it held goes before more comes
+        module.to("meta")  # free the old weights first
         state = {
             key: self.source.tensor(f"{name}.{key}").to(self.dtype) for key in module.state_dict()
         }
@@ -132,7 +133,7 @@ class StockLayers:
         return self.source.rows(f"{name}.weight", start, stop).to(self.dtype)
 
     def place(self, index: int, last: int) -> None:
-        """Put block `index` in; before the first the embedding's norm, after the last the final."""
+        """Load block `index`; the first also gets the embedding norm, the last the final norm."""
         import_spec = self.import_spec
         blocks = getattr(self.base, import_spec.blocks)
         self._fill(blocks[0], f"{import_spec.prefix}{import_spec.blocks}.{index}")
@@ -146,16 +147,16 @@ class StockLayers:
         setattr(self.base, import_spec.norm, self.norm if index == last else nn.Identity())
 
     def remove(self) -> None:
-        """Take the block out."""
+        """Free the block."""
         getattr(self.base, self.import_spec.blocks)[0].to("meta")
 
     def block(self, hidden: Tensor, step_tokens: int) -> Tensor:
-        """[1, T, d] through the block that is in."""
+        """[1, T, d] through the loaded block."""
         parts = hidden_states(self.model, hidden, step_tokens)
         return torch.cat([part for _, part in parts], dim=1)
 
     def step(self, hidden: Tensor, state: CachedState) -> Tensor:
-        """[1, n, d] through the block that is in, after what `state` holds of it."""
+        """[1, n, d] through the loaded block, after the tokens in `state`."""
         return state.read(self.model, "inputs_embeds", hidden)
 
     def output(self, start: int, stop: int) -> Callable[[Tensor], Tensor]:
@@ -168,25 +169,25 @@ class StockLayers:
 
 
 class CachedState:
-    """What a stock model's cache holds, and of how many tokens."""
+    """The KV cache of a reference model and the number of tokens in it."""
 
     def __init__(self) -> None:
         self.length = 0
-        self._kept: dict[str, Any] = {}
+        self._cache: dict[str, Any] = {}
 
     def read(self, model: Any, key: str, part: Tensor) -> Tensor:
-        """Normed hidden states [1, n, d] of tokens [1, n] or embeddings [1, n, d], kept too."""
+        """Normed hidden states [1, n, d] of tokens [1, n] or embeddings [1, n, d]."""
         self.length += part.shape[1]
-        # With a mask, BLOOM makes its bias by a method that the exact comparison can replace.
+        # With a mask, BLOOM builds its bias in a method that `bias_zero_at_newest_key` can replace.
         mask = torch.ones(1, self.length, dtype=torch.int64)
-        out = model.base_model(**{key: part}, attention_mask=mask, use_cache=True, **self._kept)
+        out = model.base_model(**{key: part}, attention_mask=mask, use_cache=True, **self._cache)
         name = "cache" if "cache" in out else "past_key_values"  # renamed in transformers 5
-        self._kept = {name: out[name]}
+        self._cache = {name: out[name]}
         return cast(Tensor, out.last_hidden_state)
 
 
 def hidden_states(model: Any, source: Tensor, step_tokens: int) -> Iterator[tuple[int, Tensor]]:
-    """(first position, normed hidden states [1, n, d]) of each portion, kept in a cache.
+    """(first position, normed hidden states [1, n, d]) of each chunk, read through a cache.
 
     `source` is tokens [1, T] or embeddings [1, T, d].
     """
@@ -200,8 +201,8 @@ def hidden_states(model: Any, source: Tensor, step_tokens: int) -> Iterator[tupl
 
 
 @contextmanager
-def bias_from_the_end(model: Any) -> Iterator[None]:
-    """Have BLOOM's bias zero at the newest key, as MPT's is; softmax does not see the shift."""
+def bias_zero_at_newest_key(model: Any) -> Iterator[None]:
+    """Make BLOOM's bias zero at the newest key, as MPT's is; softmax ignores the shift."""
     base = model.base_model
     original = getattr(base, "build_alibi_tensor", None)
     if original is None:

@@ -1,4 +1,4 @@
-"""What the stock Hugging Face classes can hold, and what both of their layouts share."""
+"""Export and import specs: how `transformers` classes name weights and what they compute."""
 
 from __future__ import annotations
 
@@ -17,64 +17,70 @@ Tensors = Iterator[tuple[str, Tensor]]
 
 @dataclass(frozen=True)
 class ExportSpec:
-    """One stock class: how it names weights and what its config.json says."""
+    """How a `transformers` class names its weights and what its config.json says."""
 
     name: str
-    """Model type, as in config.json; also the model shape that it holds."""
+    """`model_type` in config.json, and our `model.architecture`."""
     class_name: str
-    """The class of `transformers` that reads it."""
+    """The class of `transformers`."""
     tensors: Callable[[ModelConfig, Mapping[str, Tensor]], Tensors]
-    """Canonical weights to the class's, one at a time."""
+    """Canonical weights to (name, tensor) of the class, one at a time."""
     config: Callable[[ModelConfig, int], dict[str, Any]]
-    """Model and longest input to the class's own fields of config.json."""
+    """Model and longest input to the class's fields of config.json."""
 
 
 @dataclass(frozen=True)
 class ImportSpec:
-    """How a folder of one stock class is read. `config` is an instance of its config class."""
+    """How a folder of a `transformers` class is read; `config` is the class's config."""
 
     export_spec: ExportSpec
     """The class."""
     names: Callable[[ModelConfig], Iterator[tuple[str, str]]]
-    """Canonical name and the class's of every tensor."""
+    """Canonical name and Hugging Face name of every tensor."""
     rows: Callable[[ModelConfig, Tensor], Tensor]
     """Rows of the class's joined query, key and value weight or bias as [Q | K | V]."""
     model: Callable[[Any], dict[str, Any]]
-    """Sizes as our model section has them."""
+    """The sizes, as keys of our model section."""
     refused: Callable[[Any], Iterator[tuple[str, Any, str]]]
-    """Key, value and rule of every setting that this model does not compute."""
+    """Key, value and rule of every unsupported setting."""
     length: Callable[[Any], int | None]
-    """The training length that the config tells of."""
+    """The training length, if the config states it."""
     longest: Callable[[Any], int | None]
-    """The longest input that the class takes; None where any length goes."""
-    kept: tuple[str, ...]
-    """Fields that say nothing about the model, and are given back at export."""
+    """The longest input that the class takes, None for any length."""
+    preserved: tuple[str, ...]
+    """Fields that do not change the model; an export writes them back."""
     aliases: dict[str, str]
-    """Second names of fields, which may not contradict the first ones."""
+    """Alternative field names, which must agree with the main ones."""
     num_blocks: str
-    """The config's field for their number."""
+    """The config's field for the number of blocks."""
     embedding: str
-    """Modules of the base model: the embedding,"""
+    """Embedding module of the base model."""
     embedding_norm: str | None
-    """its norm, if the class has one,"""
+    """Embedding norm, if the class has one."""
     blocks: str
-    """the list of blocks,"""
+    """List of blocks."""
     norm: str
-    """and the final norm."""
+    """Final norm."""
 
     @property
     def prefix(self) -> str:
-        """What the names of the base model's tensors begin with."""
+        """Prefix of the base model's tensor names."""
         return "transformer."
 
 
-KEPT = ("use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range")
-"""Fields of every class that are given back at export."""
+PRESERVED_FIELDS = (
+    "use_cache",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "initializer_range",
+)
+"""Fields of every class that an export writes back."""
 
 
 @dataclass(frozen=True)
 class TokenIds:
-    """Ids of special tokens, None where there is none."""
+    """Ids of special tokens, None for those that do not exist."""
 
     eos: int | None = None
     pad: int | None = None
@@ -86,17 +92,17 @@ def config_json(
     max_length: int,
     dtype: str,
     ids: TokenIds,
-    kept: Mapping[str, Any] | None = None,
+    preserved: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The whole config.json.
 
     Args:
-        layout: the class.
+        export_spec: the class.
         model: the model, its vocabulary size set.
         max_length: longest input in tokens.
-        dtype: torch's name of the weights' type, such as `bfloat16`.
+        dtype: torch's name of the weights' dtype, such as `bfloat16`.
         ids: special tokens.
-        kept: fields that an imported model came with.
+        preserved: fields of the folder that the model was imported from.
     """
     return {
         "model_type": export_spec.name,
@@ -105,14 +111,14 @@ def config_json(
         "initializer_range": model.initializer_range,
         "tie_word_embeddings": model.tied_embeddings,
         "use_cache": True,
-        # Every document of the training stream comes after an end token; no bos is ever put in.
+        # In training, an eos comes before every document; a bos is never added.
         "bos_token_id": ids.eos,
         "eos_token_id": ids.eos,
         "pad_token_id": ids.pad,
-        # transformers before 4.56, llama.cpp and vLLM know the second name only.
+        # transformers before 4.56, llama.cpp and vLLM only know torch_dtype.
         "dtype": dtype,
         "torch_dtype": dtype,
-        **(kept or {}),
+        **(preserved or {}),
     }
 
 
@@ -120,7 +126,7 @@ def check_model(model: ModelConfig, export_spec: ExportSpec) -> None:
     """Refuse a model that the class would compute differently.
 
     Raises:
-        ConfigError: naming every setting that does not fit.
+        ConfigError: lists every unsupported setting.
     """
     problems = []
     if model.architecture != export_spec.name:
@@ -132,14 +138,14 @@ def check_model(model: ModelConfig, export_spec: ExportSpec) -> None:
         learned = model.position == "alibi_learned"
         does = "has fixed slopes" if learned else "adds linear biases"
         fix = "export it --with-code, for trust_remote_code"
-        fix = "there is no folder for it yet" if learned else fix
+        fix = "it cannot be exported yet" if learned else fix
         problems.append(Problem("model.position", model.position,
                                 f"{export_spec.class_name} {does}, whatever its config says",
                                 fix))  # fmt: skip
     if model.scaling is not None:
         problems.append(Problem("model.scaling.kind", model.scaling.kind,
                                 f"{export_spec.class_name} has no scaling of positions",
-                                "there is no folder for it yet"))  # fmt: skip
+                                "it cannot be exported yet"))  # fmt: skip
     if model.window is not None:
         problems.append(Problem("model.window", model.window,
                                 f"{export_spec.class_name} has no sliding window",
@@ -172,12 +178,12 @@ def split_qkv(model: ModelConfig, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]
 
 
 def check_code(model: ModelConfig) -> None:
-    """Refuse what our own modeling file does not compute either.
+    """Refuse a model that our own modeling file would compute differently.
 
     Raises:
-        ConfigError: naming every setting that does not fit.
+        ConfigError: lists every unsupported setting.
     """
-    fix = "there is no folder for it yet"
+    fix = "it cannot be exported yet"
     problems = []
     if model.position == "alibi_learned":
         rule = "the modeling file has fixed slopes"

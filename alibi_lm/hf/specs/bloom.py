@@ -1,4 +1,4 @@
-"""The layout of `BloomForCausalLM`.
+"""Export and import specs of `BloomForCausalLM`.
 
 Names and shapes are those of `transformers/models/bloom/modeling_bloom.py`; rows of
 query_key_value are interleaved by head: [num_heads, 3, head_dim].
@@ -26,17 +26,17 @@ _BLOCK_NAMES = {
 
 
 def _names(model: ModelConfig) -> Iterator[tuple[str, str]]:
-    """Canonical name and the class's of every tensor, in the class's order."""
+    """Canonical name and Hugging Face name of every tensor, in the class's order."""
     kinds = ("weight", "bias")
     yield "embedding.weight", "transformer.word_embeddings.weight"
     for kind in kinds:
         yield f"embedding.norm.{kind}", f"transformer.word_embeddings_layernorm.{kind}"
     for index in range(model.num_layers):
-        ours, theirs = f"blocks.{index}", f"transformer.h.{index}"
+        native, hf = f"blocks.{index}", f"transformer.h.{index}"
         for kind in kinds:
-            yield f"{ours}.attention.qkv.{kind}", f"{theirs}.self_attention.query_key_value.{kind}"
+            yield f"{native}.attention.qkv.{kind}", f"{hf}.self_attention.query_key_value.{kind}"
             for name, canonical in _BLOCK_NAMES.items():
-                yield f"{ours}.{canonical}.{kind}", f"{theirs}.{name}.{kind}"
+                yield f"{native}.{canonical}.{kind}", f"{hf}.{name}.{kind}"
     for kind in kinds:
         yield f"head.norm.{kind}", f"transformer.ln_f.{kind}"
     if not model.tied_embeddings:
@@ -64,7 +64,7 @@ def _config(model: ModelConfig, max_length: int) -> dict[str, Any]:
         "hidden_size": model.hidden_size,
         "n_head": model.num_heads,
         "n_layer": model.num_layers,
-        # transformers does not look at it; llama.cpp and vLLM take it for the longest input.
+        # transformers ignores it; llama.cpp and vLLM read it as the longest input.
         "seq_length": max_length,
         "layer_norm_epsilon": LAYER_NORM_EPSILON,
         "apply_residual_connection_post_layernorm": False,
@@ -88,7 +88,7 @@ def _model(config: Any) -> dict[str, Any]:
 
 def _refused(config: Any) -> Iterator[tuple[str, Any, str]]:
     if config.apply_residual_connection_post_layernorm:
-        rule = "adds another residual than this model has"
+        rule = "moves the residual behind the LayerNorm, which this model does not do"
         yield "apply_residual_connection_post_layernorm", True, rule
 
 
@@ -100,7 +100,7 @@ BLOOM_IMPORT = ImportSpec(
     refused=_refused,
     length=lambda config: getattr(config, "seq_length", None),
     longest=lambda config: None,
-    kept=(
+    preserved=(
         "seq_length",
         "hidden_dropout",
         "attention_dropout",

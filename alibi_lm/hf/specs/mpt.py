@@ -1,4 +1,4 @@
-"""The layout of `MptForCausalLM`.
+"""Export and import specs of `MptForCausalLM`.
 
 Names and shapes are those of `transformers/models/mpt/modeling_mpt.py`; rows of Wqkv are
 [Q | K | V], each head after head.
@@ -27,13 +27,13 @@ _BLOCK_NAMES = {
 
 
 def _names(model: ModelConfig) -> Iterator[tuple[str, str]]:
-    """Canonical name and the class's of every tensor, in the class's order."""
+    """Canonical name and Hugging Face name of every tensor, in the class's order."""
     yield "embedding.weight", "transformer.wte.weight"
     for index in range(model.num_layers):
-        ours, theirs = f"blocks.{index}", f"transformer.blocks.{index}"
-        yield f"{ours}.attention.qkv.weight", f"{theirs}.attn.Wqkv.weight"
+        native, hf = f"blocks.{index}", f"transformer.blocks.{index}"
+        yield f"{native}.attention.qkv.weight", f"{hf}.attn.Wqkv.weight"
         for name, canonical in _BLOCK_NAMES.items():
-            yield f"{ours}.{canonical}.weight", f"{theirs}.{name}.weight"
+            yield f"{native}.{canonical}.weight", f"{hf}.{name}.weight"
     yield "head.norm.weight", "transformer.norm_f.weight"
     if not model.tied_embeddings:
         yield "head.weight", "lm_head.weight"
@@ -48,9 +48,9 @@ def _tensors(model: ModelConfig, weights: Mapping[str, Tensor]) -> Tensors:
 
 
 def _config(model: ModelConfig, max_length: int) -> dict[str, Any]:
-    """The class's fields. Those that only other readers (vLLM, llama.cpp) look at are right too."""
+    """The class's fields, and those that only vLLM or llama.cpp read."""
     return {
-        # llama.cpp knows this spelling only; transformers goes by model_type.
+        # llama.cpp knows only this spelling; transformers uses model_type.
         "architectures": ["MPTForCausalLM"],
         "d_model": model.hidden_size,
         "n_heads": model.num_heads,
@@ -94,13 +94,13 @@ def _model(config: Any) -> dict[str, Any]:
 
 
 def _refused(config: Any) -> Iterator[tuple[str, Any, str]]:
-    """What the stock class computes otherwise than this model, or passes over in silence."""
+    """Settings that `MptForCausalLM` computes unlike this model, or silently ignores."""
     attention = config.attn_config
     scale = attention.softmax_scale
     if scale is not None and not math.isclose(scale, math.sqrt(config.n_heads / config.d_model)):
         yield "attn_config.softmax_scale", scale, "is not 1/sqrt(head width)"
     if attention.clip_qkv:
-        yield "attn_config.clip_qkv", attention.clip_qkv, "is something this model does not do"
+        yield "attn_config.clip_qkv", attention.clip_qkv, "is not supported by this model"
     ignored = {
         "expansion_ratio": (config.expansion_ratio, 4),
         "logit_scale": (config.logit_scale, None),
@@ -112,7 +112,7 @@ def _refused(config: Any) -> Iterator[tuple[str, Any, str]]:
     }
     for key, (value, only) in ignored.items():
         if value != only:
-            yield key, value, f"is something MptForCausalLM does not compute; it takes {only}"
+            yield key, value, f"is not supported by MptForCausalLM, which computes {only}"
 
 
 MPT_IMPORT = ImportSpec(
@@ -123,7 +123,7 @@ MPT_IMPORT = ImportSpec(
     refused=_refused,
     length=lambda config: config.max_seq_len,
     longest=lambda config: config.max_seq_len,
-    kept=(
+    preserved=(
         "max_seq_len",
         "norm_type",
         "no_bias",

@@ -106,7 +106,7 @@ def test_training_is_deterministic(tmp_path: Path, kind: Any) -> None:
 @pytest.mark.parametrize(
     ("vocab_size", "texts", "message"),
     [
-        (90_000, TEXTS, r"tokenizer.vocab_size = 90000: is more than the documents give"),
+        (90_000, TEXTS, r"tokenizer.vocab_size = 90000: is too large for the documents"),
         (280, TEXTS, r"tokenizer.vocab_size = 280: is too small"),
         (300, [], "tokenizer: cannot be trained"),
     ],

@@ -123,9 +123,9 @@ def watched(arguments: list[str], folder: Path) -> Watched:
             peak = max(peak, _anonymous(process.pid))
             time.sleep(0.02)
     seconds = time.monotonic() - start
-    told = [(folder / name).read_text() for name in ("output", "errors")]
-    assert process.returncode == 0, told
-    return Watched(peak, seconds, *told)
+    outputs = [(folder / name).read_text() for name in ("output", "errors")]
+    assert process.returncode == 0, outputs
+    return Watched(peak, seconds, *outputs)
 
 
 def _anonymous(pid: int) -> int:

@@ -97,11 +97,11 @@ def test_the_manifest_holds_settings_and_their_digest(whole: Path, corpus: Path)
 def test_stopped_in_the_middle_the_same_command_gives_the_same_bytes(
     whole: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
 ) -> None:
-    maker = generated.maker
+    document_generator = generated.document_generator
     asked: list[int] = []
 
     def dying(*arguments: Any) -> Any:
-        make = maker(*arguments)
+        make = document_generator(*arguments)
 
         def document(index: int) -> tuple[str, ...]:
             asked.append(index)
@@ -112,7 +112,7 @@ def test_stopped_in_the_middle_the_same_command_gives_the_same_bytes(
 
         return None if make is None else document
 
-    monkeypatch.setattr("alibi_lm.data.preparation.prepare.maker", dying)
+    monkeypatch.setattr("alibi_lm.data.preparation.prepare.document_generator", dying)
     monkeypatch.setattr(tokenization, "BATCH_BYTES", 4000)
     recipe = recipe_of(tmp_path / "out", corpus, num_workers=workers)
     with pytest.raises(KeyboardInterrupt):

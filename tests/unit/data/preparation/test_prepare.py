@@ -166,7 +166,7 @@ def test_changed_sources_are_refused_and_missing_outputs_made_again(tmp_path: Pa
     prepare(recipe)
     assert (tmp_path / "out" / "a_train.bin").read_bytes() == before
     (corpus / "0000.txt").write_text("other " * 100)
-    with pytest.raises(DataError, match=r"source a: has changed since"):
+    with pytest.raises(DataError, match=r"source a: changed after"):
         prepare(recipe)
     prepare(recipe, overwrite=True)
     assert "other other" in "".join(texts_of(manifest.parent, "a_train"))
@@ -208,7 +208,7 @@ def test_two_corpora_an_existing_tokenizer_and_jsonl(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"path": "no/such/folder"}, "no/such/folder: is missing"),
+        ({"path": "no/such/folder"}, "no/such/folder: does not exist"),
         ({"min_chars": 10**6}, "source a: has no document left .*'too_short': 60"),
         ({"min_long_validation": 3, "long_chars": 10**6}, "only 0 documents have 1,000,000"),
         ({"min_long_validation": 60, "long_chars": 1}, "tokenizer: cannot be trained"),

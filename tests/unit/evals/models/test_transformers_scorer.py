@@ -34,7 +34,7 @@ from alibi_lm.evals.models.transformers_scorer import TransformersScorer
 from alibi_lm.evals.perplexity.protocols import target_losses
 from alibi_lm.evals.perplexity.windows import non_overlapping_windows
 from alibi_lm.evals.results import chosen_lengths
-from alibi_lm.hf.importing.loading import StockFolder
+from alibi_lm.hf.importing.loading import TransformersFolder
 from alibi_lm.utils.errors import CheckpointError, ConfigError, DataError
 
 SIZES = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -162,7 +162,7 @@ def test_real_limits_are_found_and_overlong_input_is_refused(tmp_path: Path) -> 
     for name, config in {**CONFIGS, **limits}.items():
         folder = tmp_path / name
         AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-        stock = StockFolder(folder)
+        stock = TransformersFolder(folder)
         assert stock.longest_input == (64 if name in limits else None), name
         scorer = TransformersScorer(stock.load(torch.float32), stock.longest_input)
         if name in limits:
@@ -248,7 +248,7 @@ def test_a_table_whose_first_rows_are_no_positions_ends_earlier(tmp_path: Path) 
                            max_position_embeddings=66)  # fmt: skip
     model = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(tmp_path)
-    folder = StockFolder(tmp_path)
+    folder = TransformersFolder(tmp_path)
     assert folder.longest_input == 64
     scorer = TransformersScorer(folder.load(torch.float32), folder.longest_input)
     tokens = torch.full((1, 66), 5)

@@ -93,14 +93,14 @@ def test_the_folder_needs_nothing_of_this_package(tmp_path: Path) -> None:
 
 def test_a_wrong_config_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     step = write_step(tmp_path / "run", {"num_heads": 8, "window": 9})
-    right = custom_code.CODE
+    right = custom_code.CUSTOM_CODE
     wrong = custom_code.ExportSpec("alibi_lm", "AlibiLmForCausalLM", right.tensors,
                         lambda *a: right.config(*a) | {"window": 8})  # fmt: skip
-    monkeypatch.setattr(export_module, "CODE", wrong)
+    monkeypatch.setattr(export_module, "CUSTOM_CODE", wrong)
     with pytest.raises(CheckpointError, match="out: logits differ by"):
         export(step, tmp_path / "out", with_code=True)
     assert not (tmp_path / "out").exists()
-    with pytest.raises(ConfigError, match="format = mpt: is of a stock class"):
+    with pytest.raises(ConfigError, match="format = mpt: names a transformers class"):
         export(step, tmp_path / "out", with_code=True, format="mpt")
 
 
@@ -125,7 +125,7 @@ def test_where_memory_is_short_bits_are_compared_and_the_card_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     step = write_step(tmp_path / "run", {"num_heads": 8, "window": 9})
-    with pytest.raises(ConfigError, match="parity = blockwise: takes a stock class apart"):
+    with pytest.raises(ConfigError, match="parity = blockwise: needs a transformers class"):
         export(step, tmp_path / "out", with_code=True, parity="blockwise")
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1 << 20))
     facts = export(step, tmp_path / "out", with_code=True)

@@ -28,7 +28,7 @@ from alibi_lm.checkpoint.step import open_run
 from alibi_lm.hf.exporting.exporter import export
 from alibi_lm.hf.importing.importer import import_folder
 from alibi_lm.hf.parity import check as proofs
-from alibi_lm.hf.parity.transformers_reference import stock_class
+from alibi_lm.hf.parity.transformers_reference import transformers_class
 
 proofs.IMPORT_LENGTH = 24  # at more tokens, the stock class's scores are what memory holds
 
@@ -43,7 +43,7 @@ def watch():
     while not done.wait(0.002):
         peak = max(peak, anonymous())
 
-stock_class("MptForCausalLM")
+transformers_class("MptForCausalLM")
 first, out, parity = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 start = anonymous()
 watcher = threading.Thread(target=watch)

@@ -17,7 +17,7 @@ from transformers.models.mpt.modeling_mpt import MptForCausalLM
 
 from alibi_lm.data.tokenizer import load_tokenizer
 from alibi_lm.hf.exporting import exporter as export_module
-from alibi_lm.hf.exporting.exporter import FACTS, export
+from alibi_lm.hf.exporting.exporter import EXPORT_MANIFEST, export
 from alibi_lm.hf.parity import logits, transformers_reference
 from alibi_lm.hf.specs import mpt
 from alibi_lm.model.inference.generation import generate
@@ -91,14 +91,14 @@ def test_folder_stands_alone_with_tokenizer_and_card(
     write_text(step.run_folder / "metrics.jsonl", '{"step": 7, "loss": 2.5}\n{"step": 8, "lo')
     out = tmp_path / "new" / "out"
     facts = export(step, out)
-    assert names(out) == ["README.md", FACTS, "config.json", "generation_config.json",
+    assert names(out) == ["README.md", EXPORT_MANIFEST, "config.json", "generation_config.json",
                           "model.safetensors", "tokenizer.json", "tokenizer.model",
                           "tokenizer_config.json"]  # fmt: skip
-    assert json.loads((out / FACTS).read_text()) == facts
+    assert json.loads((out / EXPORT_MANIFEST).read_text()) == facts
     assert facts["parity"]["tokens"].startswith("validation text")
     assert facts["parity"]["tokenizer"]["documents_equal"] == 2
     assert {oct(path.stat().st_mode) for path in out.iterdir()} == {
-        oct((out / FACTS).stat().st_mode)
+        oct((out / EXPORT_MANIFEST).stat().st_mode)
     }
     tokenizer = AutoTokenizer.from_pretrained(out)
     assert tokenizer.is_fast
@@ -119,7 +119,7 @@ def test_folder_stands_alone_with_tokenizer_and_card(
     assert "MptForCausalLM" in said
     before = {path: path.stat().st_mtime_ns for path in out.iterdir()}
     assert export(step, out) == facts
-    assert "already made" in capsys.readouterr().out
+    assert "already exported" in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in out.iterdir()} == before
 
 
@@ -220,7 +220,7 @@ def test_a_wrong_mapping_leaves_nothing(
 ) -> None:
     step = write_step(tmp_path / "run", {"num_heads": 8})
     wrong = mpt.ExportSpec("mpt", "MptForCausalLM", mistake(mpt.MPT.tensors), mpt.MPT.config)
-    monkeypatch.setitem(export_module.LAYOUTS, "mpt", wrong)
+    monkeypatch.setitem(export_module.EXPORT_SPECS, "mpt", wrong)
     with pytest.raises(CheckpointError, match=r"deep/out: .*(differ|loads it with)") as caught:
         export(step, tmp_path / "deep" / "out")
     assert "\n" not in str(caught.value)
@@ -356,7 +356,7 @@ def test_an_export_that_lost_a_file_is_not_called_made(tmp_path: Path) -> None:
     weights = tmp_path / "out" / "model.safetensors"
     content = weights.read_bytes()
     weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    with pytest.raises(CheckpointError, match="was changed since its export; remove .*out, and"):
+    with pytest.raises(CheckpointError, match="was changed after its export; remove .*out, and"):
         export(step, tmp_path / "out")
     weights.unlink()
     with pytest.raises(CheckpointError, match=r"safetensors: is missing; remove .*out, and"):
@@ -372,7 +372,7 @@ def test_exact_comparison_is_exact(shape: str, tmp_path: Path) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")
     decoder = step.decoder().double()
     tokens = torch.randint(307, (1, 1536), generator=torch.Generator().manual_seed(5))
-    with torch.no_grad(), transformers_reference.bias_from_the_end(loaded.double()):
+    with torch.no_grad(), transformers_reference.bias_zero_at_newest_key(loaded.double()):
         found = logits.largest_difference(decoder, loaded, tokens, logits.STEP_TOKENS)
         assert found <= 1e-5
         loaded.base_model.get_input_embeddings().weight[:, 0] += 1e-2

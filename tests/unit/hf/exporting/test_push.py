@@ -16,11 +16,11 @@ from click.testing import CliRunner, Result
 from huggingface_hub import constants
 
 from alibi_lm.cli.main import main
-from alibi_lm.hf.manifest import FACTS
+from alibi_lm.hf.manifest import EXPORT_MANIFEST
 from tests.unit.hf.small_step import add_tokenizer, write_step
 
 
-class HeartbeatServer(ThreadingHTTPServer):
+class FakeHub(ThreadingHTTPServer):
     """A hub with one user; its repositories are kept in memory."""
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class HeartbeatServer(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server: HeartbeatServer
+    server: FakeHub
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
@@ -100,8 +100,8 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HeartbeatServer]:
-    server = HeartbeatServer()
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeHub]:
+    server = FakeHub()
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     monkeypatch.setattr(constants, "ENDPOINT", server.address)
@@ -133,7 +133,7 @@ def refused(result: Result, *parts: str) -> None:
         assert part in lines[0]
 
 
-def test_what_is_pushed_is_the_proven_folder(run: Path, hub: HeartbeatServer) -> None:
+def test_what_is_pushed_is_the_proven_folder(run: Path, hub: FakeHub) -> None:
     assert export(run, "--parity", "weights").exit_code == 0
     out = run.parent / "out"
     (out / "README.md").write_text((out / "README.md").read_text() + "\nMy own words.\n")
@@ -157,7 +157,7 @@ def test_what_is_pushed_is_the_proven_folder(run: Path, hub: HeartbeatServer) ->
 
 
 def test_a_dry_run_asks_the_hub_nothing(
-    run: Path, hub: HeartbeatServer, monkeypatch: pytest.MonkeyPatch
+    run: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("HF_TOKEN")
     result = export(run, "--parity", "weights", "--push", "ada/tiny", "--dry-run")
@@ -171,16 +171,16 @@ def test_a_dry_run_asks_the_hub_nothing(
     assert f"push ada/tiny: 8 files, {size:,} bytes of {out} would be uploaded (private" in last
 
 
-def test_mistakes_are_told_before_the_export(
-    run: Path, hub: HeartbeatServer, monkeypatch: pytest.MonkeyPatch
+def test_mistakes_are_reported_before_the_export(
+    run: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("a/b/c", "a b", "", "ada/tiny.git", "-x", "a..b"):
-        refused(export(run, "--push", name), "--push", "is not a repository's name")
-    refused(export(run, "--dry-run"), "--dry-run", "give --push REPO too")
-    refused(export(run, "--public"), "--public", "give --push REPO too")
+        refused(export(run, "--push", name), "--push", "is not a repository name")
+    refused(export(run, "--dry-run"), "--dry-run", "add --push REPO")
+    refused(export(run, "--public"), "--public", "add --push REPO")
     assert hub.asked == []
     hub.role = "read"
-    refused(export(run, "--push", "ada/tiny"), "the token laptop of ada may only read")
+    refused(export(run, "--push", "ada/tiny"), "the token laptop of ada is read-only")
     monkeypatch.setenv("HF_TOKEN", "hf_bad")
     refused(export(run, "--push", "ada/tiny"), "Invalid user token", "hf auth login")
     monkeypatch.delenv("HF_TOKEN")
@@ -190,51 +190,51 @@ def test_mistakes_are_told_before_the_export(
         address = f"http://127.0.0.1:{nobody.getsockname()[1]}"
         monkeypatch.setattr(constants, "ENDPOINT", address)
         monkeypatch.setenv("HF_TOKEN", "hf_good")
-        refused(export(run, "--push", "ada/tiny"), "Connect", "mend the connection")
+        refused(export(run, "--push", "ada/tiny"), "Connect", "check the connection")
     assert not (run.parent / "out").exists()
 
 
 @pytest.mark.parametrize("where", ["repos/create", "preupload", "commit"])
-def test_a_refused_upload_leaves_the_folder(run: Path, hub: HeartbeatServer, where: str) -> None:
+def test_a_refused_upload_leaves_the_folder(run: Path, hub: FakeHub, where: str) -> None:
     hub.refusals[where] = 403
     options = ["--parity", "weights", "--push", "ada/tiny"]
-    refused(export(run, *options), "--push = ada/tiny: could not be uploaded to", "403", "in place")
+    refused(export(run, *options), "--push = ada/tiny: upload failed", "403", "is complete")
     out = run.parent / "out"
-    assert (out / FACTS).is_file()
+    assert (out / EXPORT_MANIFEST).is_file()
     before = {path: path.stat().st_mtime_ns for path in out.iterdir()}
     hub.refusals.clear()
     again = export(run, *options)
     assert again.exit_code == 0, again.output
-    assert "already made" in again.stdout
+    assert "already exported" in again.stdout
     assert {path: path.stat().st_mtime_ns for path in out.iterdir()} == before
     assert set(hub.repos["ada/tiny"]) == {path.name for path in out.iterdir()} | {".gitattributes"}
 
 
 def test_the_network_goes_down_after_the_export(
-    run: Path, hub: HeartbeatServer, monkeypatch: pytest.MonkeyPatch
+    run: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from alibi_lm.hf.exporting import push
 
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{nobody.getsockname()[1]}"
-        right = push.check_own_files
+        right = push.check_manifest
 
         def goes_down(folder: Path) -> None:
             right(folder)
             monkeypatch.setattr(constants, "ENDPOINT", address)
 
-        monkeypatch.setattr(push, "check_own_files", goes_down)
+        monkeypatch.setattr(push, "check_manifest", goes_down)
         result = export(run, "--parity", "weights", "--push", "ada/tiny")
-    refused(result, "--push = ada/tiny: could not be uploaded to", "Connect", "in place and proven")
-    assert (run.parent / "out" / FACTS).is_file()
+    refused(result, "--push = ada/tiny: upload failed", "Connect", "is complete")
+    assert (run.parent / "out" / EXPORT_MANIFEST).is_file()
 
 
-def test_a_file_changed_since_the_export_is_not_pushed(run: Path, hub: HeartbeatServer) -> None:
+def test_a_file_changed_since_the_export_is_not_pushed(run: Path, hub: FakeHub) -> None:
     assert export(run, "--parity", "weights").exit_code == 0
     config = run.parent / "out" / "config.json"
     config.write_text(config.read_text().replace('"n_heads": 8', '"n_heads": 4'))
     refused(
-        export(run, "--parity", "weights", "--push", "tiny"), "config.json", "was changed since"
+        export(run, "--parity", "weights", "--push", "tiny"), "config.json", "was changed after"
     )
     assert hub.repos == {}

@@ -110,7 +110,7 @@ def test_pickled_weights_only_where_asked_for(tmp_path: Path) -> None:
     model = write_reference(tmp_path / "stock", "mpt")
     torch.save(model.state_dict(), tmp_path / "stock" / "pytorch_model.bin")
     (tmp_path / "stock" / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="stock: holds pickled weights only.*--allow-pickle"):
+    with pytest.raises(CheckpointError, match="stock: holds only pickled weights.*--allow-pickle"):
         import_folder(tmp_path / "stock", tmp_path / "run")
     assert not (tmp_path / "run").exists()
     import_folder(tmp_path / "stock", tmp_path / "run", allow_pickle=True)
@@ -160,7 +160,7 @@ def test_commands_work_on_an_imported_run(tmp_path: Path) -> None:
     # Any change to a folder that was exported here is found, also one that the shapes fit.
     config = json.loads((tmp_path / "stock" / "config.json").read_text())
     (tmp_path / "stock" / "config.json").write_text(json.dumps(config | {"n_heads": 8}))
-    with pytest.raises(CheckpointError, match=r"config\.json: was changed since its export"):
+    with pytest.raises(CheckpointError, match=r"config\.json: was changed after its export"):
         import_folder(tmp_path / "stock", tmp_path / "other")
 
 
@@ -171,19 +171,31 @@ def test_settings_of_the_run_may_be_given_and_those_of_the_model_not(tmp_path: P
             import_folder(tmp_path / "stock", tmp_path / "run", overrides=[override])
     import_folder(tmp_path / "stock", tmp_path / "run", overrides=["train.sequence_length=64"])
     assert open_run(tmp_path / "run").config.train.sequence_length == 64
-    with pytest.raises(CheckpointError, match="run: is there already"):
+    with pytest.raises(CheckpointError, match="run: already exists"):
         import_folder(tmp_path / "stock", tmp_path / "run")
 
 
 @pytest.mark.parametrize("parity", ["logits", "blockwise", "weights"])
-def test_a_wrong_reading_leaves_nothing(
+def test_a_wrong_import_spec_leaves_nothing(
     parity: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from dataclasses import replace
 
     write_reference(tmp_path / "stock", "bloom")
-    wrong = replace(importer.BLOOM_IMPORT, rows=lambda model, rows: rows)
-    monkeypatch.setitem(importer.READINGS, "bloom", wrong)
+    wrong = replace(importer.IMPORT_SPECS["bloom"], rows=lambda model, rows: rows)
+    monkeypatch.setitem(importer.IMPORT_SPECS, "bloom", wrong)
     with pytest.raises(CheckpointError, match="differ"):
         import_folder(tmp_path / "stock", tmp_path / "deep" / "run", parity=parity)
     assert [path.name for path in tmp_path.iterdir()] == ["stock"]
+
+
+def test_the_number_of_heads_is_believed_without_digests_and_a_line_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_reference(tmp_path / "foreign", "bloom", heads=4)
+    import_folder(tmp_path / "foreign", tmp_path / "run")
+    line = "4 heads, as config.json states; tensors do not show it"
+    assert line in capsys.readouterr().out
+    export(open_run(tmp_path / "run"), tmp_path / "exported")
+    import_folder(tmp_path / "exported", tmp_path / "again")
+    assert line not in capsys.readouterr().out

@@ -15,12 +15,16 @@ from transformers import AutoModelForCausalLM
 from alibi_lm.checkpoint.step import open_run
 from alibi_lm.hf.exporting import weights as module
 from alibi_lm.hf.exporting.weights import StepWeights
-from alibi_lm.hf.importing.importer import READINGS, import_folder
+from alibi_lm.hf.importing.importer import IMPORT_SPECS, import_folder
 from alibi_lm.hf.parity import blockwise
-from alibi_lm.hf.parity.blockwise import _Layered, compare_greedy_by_layer, compare_logits_by_layer
-from alibi_lm.hf.parity.check import Pair
+from alibi_lm.hf.parity.blockwise import (
+    _BlockwisePair,
+    compare_greedy_blockwise,
+    compare_logits_blockwise,
+)
+from alibi_lm.hf.parity.check import ModelPair
 from alibi_lm.hf.parity.transformers_reference import CachedState, Mismatch
-from alibi_lm.hf.weights_reader import SourceFolder
+from alibi_lm.hf.weights_reader import WeightsReader
 from alibi_lm.model.inference.kv_cache import LayerKVCache
 from tests.unit.hf.folders import VOCAB_SIZE, write_reference
 
@@ -42,20 +46,20 @@ class Changed(StepWeights):
 @contextmanager
 def opened(
     folder: Path, shape: str, tied: bool, weights: type[StepWeights] = StepWeights
-) -> Iterator[tuple[Pair, Any]]:
+) -> Iterator[tuple[ModelPair, Any]]:
     """A folder of a stock class, the run made of it, and the whole stock model."""
     if not folder.exists():
         write_reference(folder, shape, tied=tied)
         import_folder(folder, folder.parent / "run", parity="weights")
-    step, import_spec = open_run(folder.parent / "run"), READINGS[shape]
+    step, import_spec = open_run(folder.parent / "run"), IMPORT_SPECS[shape]
     stock = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     with (
-        SourceFolder(folder, import_spec.prefix) as source,
+        WeightsReader(folder, import_spec.prefix) as source,
         step.reader() as reader,
         torch.no_grad(),
     ):
         model = step.config.model
-        yield Pair(folder, source, import_spec, stock.config, model, weights(reader)), stock
+        yield ModelPair(folder, source, import_spec, stock.config, model, weights(reader)), stock
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -68,16 +72,16 @@ def test_both_models_by_block_are_the_whole_models(
         expected = stock(TOKENS).logits
         for dtype, step_tokens, portion in ((torch.float32, 280, 4096), (torch.float32, 100, 128),
                                             (torch.float64, 64, 200)):  # fmt: skip
-            monkeypatch.setattr(blockwise, "_PORTION", portion)
-            models = _Layered(pair.model, pair.weights, pair.stock(dtype))
+            monkeypatch.setattr(blockwise, "_CHUNK_TOKENS", portion)
+            models = _BlockwisePair(pair.model, pair.weights, pair.reference(dtype))
             assert models.difference(TOKENS, step_tokens) <= 5e-5
-        models = _Layered(pair.model, pair.weights, pair.stock(torch.float32))
+        models = _BlockwisePair(pair.model, pair.weights, pair.reference(torch.float32))
         caches = [(LayerKVCache(), CachedState()) for _ in range(2)]
         for part in TOKENS[:, :270].split([200, 1, 1, 68], 1):
             ours, theirs = models.next_logits(part, caches)
         assert float((ours - expected[0, 269]).abs().max()) <= 5e-5
         assert float((theirs - expected[0, 269]).abs().max()) <= 5e-5
-        lengths = [compare_logits_by_layer(pair.model, pair.weights, pair.stock, TOKENS[:, :n])
+        lengths = [compare_logits_blockwise(pair.model, pair.weights, pair.reference, TOKENS[:, :n])
                    for n in (70, 280)]  # fmt: skip
         assert [row["length"] for row in lengths] == [70, 280]
 
@@ -91,7 +95,7 @@ def test_a_changed_weight_is_found(
         opened(tmp_path / "stock", "mpt", True, Changed) as (pair, _),
         pytest.raises(Mismatch, match="logits differ by .* at 70 tokens"),
     ):
-        compare_logits_by_layer(pair.model, pair.weights, pair.stock, TOKENS[:, :70])
+        compare_logits_blockwise(pair.model, pair.weights, pair.reference, TOKENS[:, :70])
 
 
 @pytest.mark.parametrize("shape", ["bloom", "mpt"])
@@ -101,16 +105,16 @@ def test_the_same_tokens_are_generated_by_block_and_whole(
     with opened(tmp_path / "stock", shape, False) as (pair, stock):
         prompt = TOKENS[:, :30]
         chosen: list[int] = []
-        following = _Layered.next_logits
+        following = _BlockwisePair.next_logits
 
         def listening(self: Any, tokens: Tensor, caches: Any) -> tuple[Tensor, Tensor]:
             ours, theirs = following(self, tokens, caches)
             chosen.append(int(ours.argmax()))
             return ours, theirs
 
-        monkeypatch.setattr(_Layered, "next_logits", listening)
-        compare_greedy_by_layer(
-            pair.model, pair.weights, pair.stock(torch.float32), prompt, num_tokens=6
+        monkeypatch.setattr(_BlockwisePair, "next_logits", listening)
+        compare_greedy_blockwise(
+            pair.model, pair.weights, pair.reference(torch.float32), prompt, num_tokens=6
         )
         whole = stock.generate(prompt, max_new_tokens=6, do_sample=False, eos_token_id=None)
         assert chosen == whole[0, 30:].tolist()
@@ -128,7 +132,7 @@ def test_a_cache_that_goes_wrong_is_found_by_generating(
 
         monkeypatch.setattr(LayerKVCache, "append", forgetful)
         with pytest.raises(Mismatch, match="greedy token [2-8] differs"):
-            compare_greedy_by_layer(pair.model, pair.weights, pair.stock(torch.float32),
+            compare_greedy_blockwise(pair.model, pair.weights, pair.reference(torch.float32),
                                     TOKENS[:, :30], num_tokens=8)  # fmt: skip
 
 
@@ -154,8 +158,8 @@ def test_the_bars_end_where_they_said(
     monkeypatch.setattr(module, "Progress", Recorded)
     with opened(tmp_path / "stock", "bloom", tied) as (pair, _):
         bars.clear()
-        compare_logits_by_layer(pair.model, pair.weights, pair.stock, TOKENS[:, :70])
-        compare_greedy_by_layer(pair.model, pair.weights, pair.stock(torch.float32),
+        compare_logits_blockwise(pair.model, pair.weights, pair.reference, TOKENS[:, :70])
+        compare_greedy_blockwise(pair.model, pair.weights, pair.reference(torch.float32),
                                 TOKENS[:, :30], num_tokens=3)  # fmt: skip
     assert len(bars) == 2
     assert all(done == total > 0 for total, done in bars)
