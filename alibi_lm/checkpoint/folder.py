@@ -200,7 +200,7 @@ def resolve_step(path: Path) -> Path:
         raise CheckpointError(Problem(str(path), None, rule, fix))
     for folder in incomplete_folders(path):
         if _number(folder) > _number(folders[-1]):
-            console.warn(f"damaged checkpoint: {folder / META} is missing; using an older step")
+            console.warning(f"damaged checkpoint: {folder / META} is missing; using an older step")
     return folders[-1]
 
 

@@ -228,7 +228,7 @@ def verify_checkpoints(run: Path) -> None:
             console.info(f"{folder.name}  good")
     stale = latest_problem(run, *good[-1:], folders[-1]) if folders != [run] else None
     if stale is not None:
-        console.warn(str(stale))
+        console.warning(str(stale))
     if problems:
         raise CheckpointError(*problems)
 

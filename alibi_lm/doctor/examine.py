@@ -64,7 +64,7 @@ def examine(
         console.info(line)
     for host in slots:
         if host != THIS and waits_for_ever(host):
-            console.warn(
+            console.warning(
                 f"ssh to {host} never notices that a host is gone, and the launcher waits for it: "
                 "put ServerAliveInterval 15 into ~/.ssh/config"
             )

@@ -29,7 +29,9 @@ def exclusive_lock(folder: Path, error: type[UserError]) -> Iterator[None]:
             problem = Problem(str(folder), None, "is in use by another process", fix)
             raise error(problem) from None
         except OSError:
-            console.warn(f"{folder} is on storage without locks: let no second process write to it")
+            console.warning(
+                f"{folder} is on storage without locks: do not start a second process on it"
+            )
         yield
     finally:
         os.close(descriptor)

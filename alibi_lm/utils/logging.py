@@ -1,89 +1,97 @@
-"""The one place of the library that prints."""
+"""The library's logger: lines for the user on the terminal and in a run's train.log.
+
+A program that uses the library can add handlers to `logging.getLogger("alibi_lm")`, which gets
+every record too. Nothing else in the library prints.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
-from contextlib import suppress
+import time
 from pathlib import Path
-from typing import TextIO
 
-_RED, _YELLOW = 31, 33
+_LABELS = {logging.WARNING: "warning:", logging.ERROR: "error:"}
+_COLORS = {logging.WARNING: 33, logging.ERROR: 31}
 
 
-class Console:
-    """Writes lines to the terminal and, once a log file is set, to it as well.
+class Console(logging.Logger):
+    """Writes to the terminal and, after `log_to`, to a file.
 
-    A muted console (every rank but 0) writes nothing, so callers need not ask for their rank. With
-    `colored` the words `error` and `warning` have a color, on a terminal only.
+    Attributes:
+        muted: drop everything; set on every rank but 0, so callers need not ask for their rank.
+        colored: whether `error:` and `warning:` have a color on a terminal.
     """
 
     def __init__(self) -> None:
-        self.muted = False
-        self.colored = False
-        self._log: TextIO | None = None
+        super().__init__("alibi_lm", logging.INFO)
+        self.parent = logging.getLogger("alibi_lm")
+        self.parent.propagate = False  # a handler of the root would print every line again
+        self.muted = self.colored = False
+        self._file: _LogFile | None = None
+        self.addFilter(lambda record: not self.muted)
+        self.addHandler(_Terminal(self))
 
     def log_to(self, path: Path) -> None:
-        """Append every further line to `path`. A muted console ignores this."""
+        """Append all further lines to `path`, each with its time. Does nothing while muted."""
         if self.muted:
             return
         self.close()
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._log = path.open("a", encoding="utf-8")
+        self._file = _LogFile(path)
+        self.handlers.insert(0, self._file)  # before the terminal, which may be gone
+
+    @property
+    def has_file(self) -> bool:
+        """Whether lines go to a file too."""
+        return self._file is not None
 
     def close(self) -> None:
-        """Stop writing to the log file."""
-        if self._log is not None:
-            self._log.close()
-            self._log = None
-
-    def info(self, text: str) -> None:
-        """Write one line for the user to standard output."""
-        self._write(text, text, sys.stdout)
+        """Stop writing to the file."""
+        if self._file is not None:
+            self.removeHandler(self._file)
+            self._file.close()
+            self._file = None
 
     def write(self, text: str) -> None:
-        """Write text as it is to standard output at once, without a line's end."""
+        """Write text to standard output at once, without a newline."""
         if not self.muted:
             print(text, end="", flush=True)
 
-    def warn(self, text: str) -> None:
-        """Write one warning line to standard error."""
-        shown = f"{self._marked('warning:', _YELLOW, sys.stderr)} {text}"
-        self._write(f"warning: {text}", shown, sys.stderr)
 
-    def error(self, text: str) -> None:
-        """Write one error line to standard error; to the log too, unless its disk is the error."""
-        if self.muted:
-            return
-        self._show(f"{self._marked('error:', _RED, sys.stderr)} {text}", sys.stderr)
-        if self._log is not None:
-            with suppress(OSError):
-                print(f"error: {text}", file=self._log, flush=True)
+class _Terminal(logging.Handler):
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._console = console
 
-    def _marked(self, word: str, color: int, stream: TextIO) -> str:
-        return f"\x1b[{color}m{word}\x1b[0m" if self.colored and stream.isatty() else word
-
-    def _write(self, text: str, shown: str, stream: TextIO) -> None:
-        if self.muted:
-            return
-        if self._log is not None:
-            print(text, file=self._log, flush=True)
-        self._show(shown, stream)
-
-    def _show(self, text: str, stream: TextIO) -> None:
+    def emit(self, record: logging.LogRecord) -> None:
+        stream = sys.stderr if record.levelno >= logging.WARNING else sys.stdout
+        label = _LABELS.get(record.levelno, "")
+        if label and self._console.colored and stream.isatty():
+            label = f"\x1b[{_COLORS[record.levelno]}m{label}\x1b[0m"
         try:
-            print(text, file=stream, flush=True)
+            print(*filter(None, [label, record.getMessage()]), file=stream, flush=True)
         except BrokenPipeError:
-            if self._log is None:
+            if not self._console.has_file:
                 raise
-            _discard(stream)
+            # Nobody reads the stream any more, and the file has the lines: discard the rest.
+            with open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), stream.fileno())
 
 
-def _discard(stream: TextIO) -> None:
-    """Let a stream that nobody reads any more lead nowhere: the log has its lines."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, stream.fileno())
-    os.close(nowhere)
+class _LogFile(logging.FileHandler):
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, encoding="utf-8")
+
+    def format(self, record: logging.LogRecord) -> str:
+        moment = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(record.created))
+        return " ".join(filter(None, [moment, _LABELS.get(record.levelno), record.getMessage()]))
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        """Let a full disk end the run, unless the line is the report of that very error."""
+        if record.levelno < logging.ERROR:
+            raise
 
 
 console = Console()

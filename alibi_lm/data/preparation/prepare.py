@@ -261,12 +261,12 @@ def _warn(name: str, result: dict[str, Any]) -> None:
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in skipped.items())
         console.info(f"prepare: {name}: left out {reasons}")
     if result["lossy_documents"]:
-        console.warn(
+        console.warning(
             f"{name}: {result['lossy_documents']:,} documents do not decode to themselves with "
             "this tokenizer"
         )
     if not result[VALIDATION]["documents"]:
-        console.warn(f"{name}: no document was chosen for validation")
+        console.warning(f"{name}: no document was chosen for validation")
 
 
 def _manifest(

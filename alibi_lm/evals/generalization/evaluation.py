@@ -147,7 +147,7 @@ def usable_lengths(
     if problems and (config.lengths is not None or not fitting):
         raise ConfigError(*problems)
     for problem in problems:
-        console.warn(f"left out by default: {problem}")
+        console.warning(f"left out by default: {problem}")
     return fitting
 
 

@@ -132,7 +132,7 @@ def _warn(left_out: Sequence[LeftOut]) -> None:
     for task, length, problem in left_out:
         lengths.setdefault((task, problem.rule), []).append(f"{length:,}")
     for (task, rule), which in lengths.items():
-        console.warn(f"left out by default: {task} at {', '.join(which)}: {rule}")
+        console.warning(f"left out by default: {task} at {', '.join(which)}: {rule}")
 
 
 def _problem(task: Task, length: int, haystack: Haystack) -> Problem | None:

@@ -103,7 +103,7 @@ def usable_lengths(maker: PromptMaker, lengths: list[int], asked_for: bool) -> l
             maker.check([length])
             usable.append(length)
         except ConfigError as error:
-            console.warn(f"left out by default: {error}")
+            console.warning(f"left out by default: {error}")
     if not usable:
         maker.check(lengths)
     return usable

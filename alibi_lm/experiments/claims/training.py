@@ -121,7 +121,7 @@ def is_finished(member: Member, *, whole: bool = False) -> bool:
     try:
         open_run(member.folder, check=whole)
     except CheckpointError as error:
-        console.warn(f"{member.name} is trained again: {error}")
+        console.warning(f"{member.name} is trained again: {error}")
         return False
     return True
 
@@ -144,7 +144,7 @@ def train_all(runs: Sequence[Member], jobs: int, environment: Mapping[str, str])
             name = f"{waiting[number - 1].name} ({number}/{len(waiting)})"
             if problem is not None:
                 failed.append(problem)
-                console.warn(f"claims: could not train {name}")
+                console.warning(f"claims: could not train {name}")
             else:
                 console.info(f"claims: trained {name}")
     if failed:

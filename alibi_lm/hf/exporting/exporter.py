@@ -151,7 +151,7 @@ def _parity_level(
         if parity is not None:
             rule = "needs a transformers class, and this is our own modeling file"
             raise ConfigError(Problem("parity", parity, rule, "choose logits or weights"))
-        console.warn("memory is too short for both models: weights are compared, logits are not")
+        console.warning("memory is too short for both models: weights are compared, logits are not")
         return "weights"
     return level
 

@@ -51,7 +51,7 @@ def unavailable_reason() -> str | None:
         reason = f"its library cannot be built or loaded ({error})"
     else:
         return None
-    console.warn(f"attention: torch's slower kernel is used on this CPU: {reason}")
+    console.warning(f"attention: torch's slower kernel is used on this CPU: {reason}")
     return reason
 
 

@@ -91,10 +91,10 @@ def find_checkpoint(run: Path) -> tuple[Path, dict[str, Any]] | None:
         found = list(dict.fromkeys(problem for part in gather(problems) for problem in part))
         if not found:
             if (stale := latest_problem(run, folder, folders[-1])) is not None:
-                console.warn(str(stale))
+                console.warning(str(stale))
             return folder, meta
         for problem in found:
-            console.warn(f"damaged checkpoint: {problem}")
+            console.warning(f"damaged checkpoint: {problem}")
         damaged.extend(found)
     if damaged:
         rule = "holds no undamaged checkpoint"

@@ -57,7 +57,7 @@ class HeartbeatThread(threading.Thread, ABC):
             self.watch()
         except Exception as failure:  # a defect here must not end a job that is well
             console.muted = False
-            console.warn(f"the watchdog has stopped: {type(failure).__name__}: {failure}")
+            console.warning(f"the watchdog has stopped: {type(failure).__name__}: {failure}")
             self.abandon()
         finally:
             self.close()

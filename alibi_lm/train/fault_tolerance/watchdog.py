@@ -131,7 +131,7 @@ def _start(
             failure = f"rank {rank()} on {own['host']}: {error}"
     failures = [text for text in gather(failure) if text is not None]
     if failures:
-        console.warn(
+        console.warning(
             "ranks that die or hang will not be told of: rank 0 cannot be reached at "
             f"{address}:{table[0]['port']} by {len(failures)} ranks, first {failures[0]}"
         )

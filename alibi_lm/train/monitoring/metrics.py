@@ -135,6 +135,8 @@ class Metrics:
 
 
 def _write(file: TextIO, line: dict[str, Any]) -> None:
+    """Append a line, with the time; `line` must hold no NaN."""
+    line = {**line, "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
     file.write(json.dumps(line, allow_nan=False) + "\n")
     file.flush()
 

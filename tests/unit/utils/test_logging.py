@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import errno
+import io
+import logging
 import os
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TextIO
 
 import pytest
 
-from alibi_lm.utils.logging import Console
+from alibi_lm.utils.logging import Console, console
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
@@ -50,7 +53,43 @@ def test_a_log_goes_on_where_the_terminal_is_gone(
     console.error("three")
     console.close()
     stream.close()  # it leads nowhere now, and what it still held is no error
-    assert (tmp_path / "train.log").read_text() == "one\ntwo\nerror: three\n"
+    lines = (tmp_path / "train.log").read_text().splitlines()
+    assert [line.split(" ", 1)[1] for line in lines] == ["one", "two", "error: three"]
+
+
+def test_lines_of_the_log_have_their_time_and_a_muted_rank_writes_none(tmp_path: Path) -> None:
+    console = Console()
+    console.log_to(tmp_path / "train.log")
+    before = datetime.now(UTC).replace(microsecond=0)
+    console.warning("100% of %s")
+    console.muted = True
+    console.error("of another rank")
+    console.close()
+    (line,) = (tmp_path / "train.log").read_text().splitlines()
+    moment, text = line.split(" ", 1)
+    assert text == "warning: 100% of %s"
+    assert before <= datetime.fromisoformat(moment) <= datetime.now(UTC)
+
+
+def test_a_program_can_add_a_handler_of_its_own() -> None:
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign, assignment]
+    logging.getLogger("alibi_lm").addHandler(handler)
+    console.info("a line")
+    logging.getLogger("alibi_lm").removeHandler(handler)
+    assert [record.getMessage() for record in records] == ["a line"]
+
+
+def test_words_have_a_color_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    for isatty, shown in ((True, "\x1b[31merror:\x1b[0m no\n"), (False, "error: no\n")):
+        stream = io.StringIO()
+        monkeypatch.setattr(stream, "isatty", lambda isatty=isatty: isatty)
+        monkeypatch.setattr(sys, "stderr", stream)
+        console = Console()
+        console.colored = True
+        console.error("no")
+        assert stream.getvalue() == shown
 
 
 def test_without_a_log_a_lost_terminal_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """metrics.jsonl over stops and resumes."""
 
 import json
+from datetime import UTC, datetime
 from pathlib import Path
 
 from alibi_lm.train.engine.base import StepResult
@@ -19,6 +20,7 @@ def report(metrics: Metrics, step: int) -> None:
 
 
 def test_lines_of_steps_done_again_are_replaced(tmp_path: Path) -> None:
+    start = datetime.now(UTC).replace(microsecond=0)
     first = Metrics(tmp_path, 10, 0)
     for step in range(1, 8):
         report(first, step)
@@ -38,4 +40,8 @@ def test_lines_of_steps_done_again_are_replaced(tmp_path: Path) -> None:
         assert key in lines[0]
     assert lines[9]["tokens"] == 5120
     validation = [json.loads(line) for line in (tmp_path / "validation.jsonl").open()]
-    assert validation == [{"step": 4, "losses": {"64": 3.0, "256": 3.5}}]
+    (entry,) = validation
+    assert entry["step"] == 4
+    assert entry["losses"] == {"64": 3.0, "256": 3.5}
+    times = [datetime.fromisoformat(line["time"]) for line in (*lines, entry)]
+    assert all(start <= time <= datetime.now(UTC) for time in times)
