@@ -3,40 +3,30 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
+
+import pytest
+import torch
+from forked import Forked
+from launching import environment, finished
+
+needs_fp16 = pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_fp16_supported(),
+    reason="DeepSpeed trains in fp16 on CPUs with fp16 arithmetic only",
+)
 
 
 def run_ranks(script: Path, folder: Path, num_ranks: int, *arguments: int) -> dict[str, Any]:
     """Start `script RANK SIZE *arguments STORE OUT` once a rank; the JSON that OUT holds then."""
     out = folder / "out.json"
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "DS_ACCELERATOR": "cpu",
-        "PYTHONPATH": str(Path(__file__).parents[2]),
-    }
-    ranks = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                str(script),
-                *map(str, (rank, num_ranks, *arguments, folder / "store", out)),
-            ],
-            env=environment | {"LOCAL_RANK": str(rank)},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
+    commands = [
+        (
+            [str(script), *map(str, (rank, num_ranks, *arguments, folder / "store", out))],
+            environment() | {"LOCAL_RANK": str(rank)},
         )
         for rank in range(num_ranks)
     ]
-    try:
-        errors = [rank.communicate(timeout=600)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert all(rank.returncode == 0 for rank in ranks), "\n".join(e[-2000:] for e in errors)
+    finished(Forked(commands))
     found: dict[str, Any] = json.loads(out.read_text())
     return found

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from forked import Forked
+from launching import environment, finished
 
 SCRIPT = """
 import json, sys, torch, deepspeed
@@ -60,15 +59,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, flo
     folder: Path = tmp_path_factory.mktemp("engine")
     script = folder / "script.py"
     script.write_text(SCRIPT)
-    done = subprocess.run(
-        [sys.executable, str(script), str(folder / "store")],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=Path(__file__).parents[2],
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "LOCAL_RANK": "0"},
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    arguments = [str(script), str(folder / "store")]
+    done = finished(Forked([(arguments, environment() | {"LOCAL_RANK": "0"})]))
     line = next(line for line in done.stdout.splitlines() if line.startswith("RESULT "))
     found: dict[str, dict[str, float]] = json.loads(line.removeprefix("RESULT "))
     return found

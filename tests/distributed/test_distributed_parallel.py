@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from started_ranks import run_ranks
+from started_ranks import needs_fp16, run_ranks
 from torch.nn.functional import cross_entropy
 
 from alibi_lm.model.attention.dispatch import attention
@@ -70,7 +70,6 @@ LAYOUTS: dict[Layout, Variants] = {
         "bloom mqa": BLOOM | MQA | {"stages": [0, 1], "num_layers": 3},
         "mpt gqa bf16": GQA | BF16 | {"stages": [1]},
         "bloom tied": {"stages": [1], "architecture": "bloom"},
-        "mpt fp16": {"stages": [1], "precision": "fp16"},
         "learned slopes, ntk": NTK | LEARNED_SLOPES | {"stages": [1]},
     },
     (4, 2, 1): {
@@ -133,7 +132,6 @@ MORE: dict[Layout, Variants] = {
         "mpt": {"stages": [1]},
         "mpt untied": {"stages": [0, 1], "tied_embeddings": False},
         "t5, nine tokens": {"stages": [1], "position": "t5", "vocab_size": 9},
-        "mpt fp16": {"stages": [1], "precision": "fp16"},
     },
     (8, 2, 2): {
         "mpt gqa": GQA | {"stages": [1]},
@@ -157,7 +155,7 @@ def train(folder: Path, layout: Layout, variants: Variants) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_first_steps_equal_one_processs(layout: Layout, tmp_path: Path) -> None:
     results = train(tmp_path, layout, LAYOUTS[layout])
     mistaken = {name: results.pop(name) for name in list(results) if "local slopes" in name}
@@ -174,9 +172,17 @@ def test_first_steps_equal_one_processs(layout: Layout, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", MORE)
+@pytest.mark.parametrize("layout", MORE, ids=str)
 def test_first_steps_of_more_models(layout: Layout, tmp_path: Path) -> None:
     compare(train(tmp_path, layout, MORE[layout]))
+
+
+@needs_fp16
+@pytest.mark.parametrize(
+    "layout", [(2, 1, 2), pytest.param((4, 2, 2), marks=pytest.mark.slow)], ids=str
+)
+def test_first_steps_in_fp16(layout: Layout, tmp_path: Path) -> None:
+    compare(train(tmp_path, layout, {"mpt fp16": {"stages": [1], "precision": "fp16"}}))
 
 
 def compare(results: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from started_ranks import run_ranks
+from started_ranks import needs_fp16, run_ranks
 
 from alibi_lm.config_loading import to_yaml
 
@@ -78,7 +78,6 @@ MORE: dict[int, dict[str, list[str]]] = {
         "pp3 untied": ["parallel.pp=3", STAGE + "0", UNTIED, "train.global_batch_size=2"],
     },
     2: {
-        "dp2 ZeRO-1 fp16": [STAGE + "1", "train.precision=fp16"],
         "dp2 ZeRO-1 bf16, immediate": [STAGE + "1", BF16, "deepspeed.bf16.immediate_grad_update=1"],
         "dp2 ZeRO-1 reduced": [
             STAGE + "1",
@@ -89,7 +88,6 @@ MORE: dict[int, dict[str, list[str]]] = {
         "dp2 ZeRO-3 sinusoidal": [STAGE + "3", *TEXTBOOK, "model.position=sinusoidal"],
         "dp2 ZeRO-3 t5": [STAGE + "3", *SOME, "model.position=t5"],
         "pp2 ZeRO-0": ["parallel.pp=2", STAGE + "0"],
-        "pp2 fp16": ["parallel.pp=2", STAGE + "1", "train.precision=fp16"],
         "tp2 untied": ["parallel.tp=2", STAGE + "1", UNTIED, "model.num_kv_heads=2"],
     },
     4: {
@@ -100,6 +98,10 @@ MORE: dict[int, dict[str, list[str]]] = {
         "tp4 gqa": ["parallel.tp=4", STAGE + "1", "model.num_kv_heads=2"],
         "dp2 tp2 ZeRO-2": ["parallel.tp=2", STAGE + "2", AGAIN],
     },
+}
+FP16 = {
+    "dp2 ZeRO-1 fp16": [STAGE + "1", "train.precision=fp16"],
+    "pp2 fp16": ["parallel.pp=2", STAGE + "1", "train.precision=fp16"],
 }
 KINDS = ("tensor", "pipeline", "pipeline_gathers", "tied", "gradients", "weights")
 
@@ -122,6 +124,12 @@ def test_ranks_send_and_hold_what_is_planned(num_ranks: int, tmp_path: Path) -> 
 @pytest.mark.parametrize("num_ranks", MORE)
 def test_more_ranks_send_and_hold_what_is_planned(num_ranks: int, tmp_path: Path) -> None:
     compare(train(tmp_path, num_ranks, MORE[num_ranks]))
+
+
+@pytest.mark.slow
+@needs_fp16
+def test_ranks_in_fp16_send_and_hold_what_is_planned(tmp_path: Path) -> None:
+    compare(train(tmp_path, 2, FP16))
 
 
 def compare(results: dict[str, list[dict[str, Any]]]) -> None:

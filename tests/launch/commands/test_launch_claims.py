@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import yaml
-from launching import VOCAB_SIZE, environment, write_corpus
+from launching import VOCAB_SIZE, alibi_lm, write_corpus
 
 from alibi_lm.checkpoint.step import open_run
 
@@ -40,12 +39,7 @@ def suite(folder: Path) -> Path:
 
 
 def claims(path: Path, *arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [sys.executable, "-m", "alibi_lm", "eval", "claims", str(path), *arguments],
-        env=environment(), capture_output=True, text=True, timeout=600, check=False,
-    )  # fmt: skip
-    assert done.returncode == code, done.stdout + done.stderr
-    return done
+    return alibi_lm("eval", "claims", path, *arguments, code=code)
 
 
 def test_a_suite_is_trained_judged_and_gone_on_with(tmp_path: Path) -> None:

@@ -3,18 +3,11 @@
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 from comparing import assert_same_states, curve
-from launching import error_lines, launch, write_config
+from launching import alibi_lm, error_lines, launch, write_config
 
 from alibi_lm.checkpoint.step import open_run
-from alibi_lm.cli.main import main
 from alibi_lm.config_loading import to_yaml
-
-
-def alibi_lm(*arguments: str | Path) -> None:
-    done = CliRunner().invoke(main, [*map(str, arguments)])
-    assert done.exit_code == 0, done.output
 
 
 def test_a_run_of_two_ranks_goes_on_from_a_converted_checkpoint(tmp_path: Path) -> None:

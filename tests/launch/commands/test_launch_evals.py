@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from launching import REPOSITORY, command, environment, error_lines
+from launching import (
+    REPOSITORY,
+    command,
+    error_lines,
+    finished,
+    start_by_deepspeed,
+    start_forked,
+    started,
+)
 
 from alibi_lm.cli.main import main
 from alibi_lm.hf.exporting.exporter import export
@@ -35,6 +42,7 @@ RETRIEVAL = [
     "retrieval.sizes.passkey_num_distances=3",
     "retrieval.batch_tokens=800",
 ]
+SEVERAL_EVALS = REPOSITORY / "tests" / "launch" / "helpers" / "several_evals.py"
 SETTINGS = {"perplexity": PERPLEXITY, "needle": NEEDLE, "retrieval": RETRIEVAL}
 LONG = [
     "perplexity.lengths=[300,2300]",
@@ -65,13 +73,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def deepspeed(program: Path, *arguments: str, ranks: int = 2) -> subprocess.CompletedProcess[str]:
-    """Start the ranks of a program."""
-    first, *rest = arguments
-    line = command(Path(first), *rest, ranks=ranks, program=program)
-    return subprocess.run(
-        line, env=environment(), capture_output=True, text=True, timeout=600, check=False
-    )
+def judge(folder: Path, jobs: list[dict[str, Any]]) -> str:
+    """Do the jobs by two ranks, one after another; what rank 0 prints."""
+    path = folder / "jobs.json"
+    path.write_text(json.dumps(jobs))
+    return finished(start_forked(SEVERAL_EVALS, str(path))).stdout
 
 
 def alone(run: Path, name: str, out: Path, *settings: str) -> dict[str, Any]:
@@ -107,10 +113,7 @@ def test_two_ranks_judge_as_one(run: Path, tmp_path: Path) -> None:
     for index, job in enumerate(jobs):
         job["out"] = str(tmp_path / f"job{index}")
         job["overrides"] = [*SETTINGS[str(job["eval"])], corpus]
-    (tmp_path / "jobs.json").write_text(json.dumps(jobs))
-    program = REPOSITORY / "tests" / "launch" / "several_evals.py"
-    done = deepspeed(program, str(tmp_path / "jobs.json"))
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    output = judge(tmp_path, jobs)
     single = {name: alone(run, name, tmp_path / "alone") for name in SETTINGS}
     assert len(losses(single["perplexity"])) > 15
     assert single["perplexity"]["num_documents"] == 3
@@ -125,7 +128,7 @@ def test_two_ranks_judge_as_one(run: Path, tmp_path: Path) -> None:
         else:
             assert losses(found) == pytest.approx(losses(single[name]), rel=1e-5), job
         assert (Path(str(job["out"])) / f"{name}.png").is_file()
-        assert done.stdout.count(f"{name}: {job['out']}/{name}.json") == 1  # rank 0 alone speaks
+        assert output.count(f"{name}: {job['out']}/{name}.json") == 1  # rank 0 alone speaks
 
 
 def test_ranks_that_share_a_models_heads_leave_far_keys_out(run: Path, tmp_path: Path) -> None:
@@ -135,15 +138,12 @@ def test_ranks_that_share_a_models_heads_leave_far_keys_out(run: Path, tmp_path:
          "out": str(tmp_path / name)}
         for name in ("perplexity", "retrieval")
     ]  # fmt: skip
-    (tmp_path / "jobs.json").write_text(json.dumps(jobs))
-    program = REPOSITORY / "tests" / "launch" / "several_evals.py"
-    done = deepspeed(program, str(tmp_path / "jobs.json"))
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    output = judge(tmp_path, jobs)
     found = {name: json.loads((tmp_path / name / f"{name}.json").read_text())
              for name in ("perplexity", "retrieval")}  # fmt: skip
     for name, result in found.items():
         assert result["model"]["pruning_tolerance"] == 1e-6
-        assert f"{name}: " in done.stdout
+        assert f"{name}: " in output
         dense = alone(run, name, tmp_path / f"dense {name}", *long, f"{name}.pruning_tolerance=0")
         assert dense["model"]["pruning_tolerance"] == 0
         if name == "retrieval":
@@ -151,7 +151,7 @@ def test_ranks_that_share_a_models_heads_leave_far_keys_out(run: Path, tmp_path:
         else:
             wanted = [row["loss"] for row in dense["rows"]]
             assert [row["loss"] for row in result["rows"]] == pytest.approx(wanted, rel=1e-5)
-    assert done.stdout.count("each head leaves out at most 1e-06 of a row") == 2
+    assert output.count("each head leaves out at most 1e-06 of a row") == 2
 
 
 def test_the_command_shares_a_model_that_no_rank_holds(
@@ -161,12 +161,9 @@ def test_the_command_shares_a_model_that_no_rank_holds(
     out = tmp_path / "out"
     monkeypatch.chdir(tmp_path)
     arguments = ["perplexity", str(run), "parallel.tp=2", "--out", str(out), *PERPLEXITY]
-    line = command(Path("eval"), *arguments, program=Path("alibi_lm"))
+    line = command(Path("alibi_lm"), "eval", *arguments)
     line.insert(line.index("alibi_lm"), "--module")
-    done = subprocess.run(
-        line, env=environment(), capture_output=True, text=True, timeout=600, check=False
-    )
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    done = finished(started(line))
     single = alone(run, "perplexity", tmp_path / "alone")
     found = json.loads((out / "perplexity.json").read_text())
     assert losses(found) == pytest.approx(losses(single), rel=1e-5)
@@ -190,10 +187,10 @@ def test_a_mistake_is_one_line_and_nothing_is_written(
 ) -> None:
     out = tmp_path / "out"
     program = REPOSITORY / "evals" / "needle.py"
-    done = deepspeed(program, str(run), *arguments, "--out", str(out), ranks=ranks)
+    arguments = [str(run), *arguments, "--out", str(out)]
+    done = finished(start_by_deepspeed(program, *arguments, ranks=ranks), code=2)
     (line,) = error_lines(done)
     assert words in line
-    assert done.returncode == 2, f"{done.stdout}\n{done.stderr}"
     assert "Traceback" not in done.stderr
     assert not out.exists()
 

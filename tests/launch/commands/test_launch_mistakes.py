@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from launching import error_lines, launch, metrics, write_config
+from launching import error_lines, launch, launch_by_deepspeed, metrics, write_config
 
 from alibi_lm.checkpoint.step import open_run
 from alibi_lm.utils.errors import CheckpointError
@@ -15,7 +15,7 @@ from alibi_lm.utils.locking import exclusive_lock
 
 def test_every_problem_in_one_line_on_rank_0(tmp_path: Path) -> None:
     config = write_config(tmp_path)
-    done = launch(
+    done = launch_by_deepspeed(
         config,
         "train.num_stps=3",
         "model.num_heads=7",
@@ -68,7 +68,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
     config = write_config(tmp_path, checkpoint_interval=2, gradient_clipping=0.0)
     launch(config, "train.num_steps=2", ranks=0)
     broken = tmp_path / "broken"
-    done = launch(
+    done = launch_by_deepspeed(
         config, f"run.dir={broken}", "train.learning_rate=1e18", "train.log_interval=1", code=3
     )
     (line,) = error_lines(done)

@@ -1,4 +1,4 @@
-"""Running the real `deepspeed` CLI on a small run, for the tests of this folder."""
+"""Starting small runs, in forked ranks or by the real `deepspeed` command."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import psutil
+from forked import Forked, rank_commands
 
 from alibi_lm.config_loading import to_yaml
 from alibi_lm.data.indexed import TokenFileWriter
@@ -67,12 +68,12 @@ def write_config(folder: Path, **train: Any) -> Path:
 
 
 PRETRAIN = REPOSITORY / "launch" / "pretrain.py"
-RECORDING = REPOSITORY / "tests" / "launch" / "recording.py"
+RECORDING = Path(__file__).with_name("recording.py")
 
 
-def command(config: Path, *overrides: str, ranks: int = 2, program: Path = PRETRAIN) -> list[str]:
-    """The command line that starts `ranks` ranks."""
-    script = [str(program), str(config), *overrides]
+def command(program: Path, *arguments: str, ranks: int = 2) -> list[str]:
+    """The command line that starts `ranks` ranks of a script."""
+    script = [str(program), *arguments]
     if ranks == 0:
         return [sys.executable, *script]
     launcher = str(Path(sys.executable).with_name("deepspeed"))
@@ -88,17 +89,53 @@ def environment() -> dict[str, str]:
 def launch(
     config: Path, *overrides: str, ranks: int = 2, code: int = 0
 ) -> subprocess.CompletedProcess[str]:
-    """Run to the end; `ranks` 0 starts plain python. Fails unless it exits with `code`."""
-    done = subprocess.run(
-        command(config, *overrides, ranks=ranks),
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == code, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
-    return done
+    """Train to the end in forked ranks; `ranks` 0 is a process that nobody launched.
+
+    Fails unless it exits with `code`. `launch_by_deepspeed` starts the real command.
+    """
+    return finished(start_forked(PRETRAIN, str(config), *overrides, ranks=ranks), code)
+
+
+def launch_by_deepspeed(
+    config: Path, *overrides: str, ranks: int = 2, code: int = 0
+) -> subprocess.CompletedProcess[str]:
+    """The same by the `deepspeed` command; `ranks` 0 starts plain python."""
+    return finished(start_by_deepspeed(PRETRAIN, str(config), *overrides, ranks=ranks), code)
+
+
+def start_by_deepspeed(program: Path, *arguments: str, ranks: int = 2) -> subprocess.Popen[str]:
+    """Start a script by the `deepspeed` command; `ranks` 0 starts plain python."""
+    return started(command(program, *arguments, ranks=ranks))
+
+
+def started(line: list[str]) -> subprocess.Popen[str]:
+    """Start a command, its output and errors to be read."""
+    pipe = subprocess.PIPE
+    return subprocess.Popen(line, env=environment(), stdout=pipe, stderr=pipe, text=True)
+
+
+def start_forked(program: Path, *arguments: str, ranks: int = 2, merged: bool = False) -> Forked:
+    """Start a script in forked ranks; `ranks` 0 is a process that nobody launched."""
+    if ranks == 0:
+        return Forked([([str(program), *arguments], environment())], merged=merged)
+    return Forked(rank_commands(program, arguments, environment(), ranks), merged=merged)
+
+
+def alibi_lm(*arguments: str | Path, code: int = 0) -> subprocess.CompletedProcess[str]:
+    """Run `alibi-lm ARGUMENTS` in a forked process; fails unless it exits with `code`."""
+    return finished(Forked([(["-m", "alibi_lm", *map(str, arguments)], environment())]), code)
+
+
+def finished(
+    process: Forked | subprocess.Popen[str], code: int = 0, seconds: float = 600
+) -> subprocess.CompletedProcess[str]:
+    """Wait for the end, which must come in this time and with this exit code."""
+    try:
+        stdout, stderr = process.communicate(timeout=seconds)
+    finally:
+        process.kill()
+    assert process.returncode == code, f"exit {process.returncode}\n{stdout}\n{stderr}"
+    return subprocess.CompletedProcess(process.args, code, stdout, stderr)
 
 
 def ranks_of(launcher: int) -> list[int]:
@@ -126,13 +163,17 @@ def launch_and(
     then: Callable[[list[int]], None],
     ranks: int = 2,
     program: Path = PRETRAIN,
+    forked: bool = False,
 ) -> tuple[int, str]:
     """Start ranks and, as soon as `when` is true, call `then` with the ranks' process ids.
 
     Returns:
         The exit code and what was printed.
     """
-    line = command(config, *overrides, ranks=ranks, program=program)
+    if forked:
+        job = start_forked(program, str(config), *overrides, ranks=ranks, merged=True)
+        return watched_until(job, when, lambda: then(job.pids()))
+    line = command(program, str(config), *overrides, ranks=ranks)
     return run_until(line, environment(), when, lambda pid: then(ranks_of(pid)))
 
 
@@ -155,17 +196,29 @@ def run_until(
         text=True,
         start_new_session=True,
     )
-    give_up = time.monotonic() + 600
     try:
-        while not when():
-            assert process.poll() is None, f"ended too early:\n{process.communicate()[0]}"
-            assert time.monotonic() < give_up, "the moment never came"
-            time.sleep(0.0005)
-        then(process.pid)
-        output = process.communicate(timeout=600)[0]
+        return watched_until(process, when, lambda: then(process.pid))
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
+
+
+def watched_until(
+    process: Forked | subprocess.Popen[str], when: Callable[[], bool], then: Callable[[], None]
+) -> tuple[int, str]:
+    """Wait until `when` is true, call `then`, and wait for the end: exit code and output."""
+    give_up = time.monotonic() + 600
+    try:
+        while not when():
+            assert process.poll() is None, f"ended too early:\n{process.communicate(timeout=60)[0]}"
+            assert time.monotonic() < give_up, "the moment never came"
+            time.sleep(0.0005)
+        then()
+        output = process.communicate(timeout=600)[0]
+    finally:
+        if isinstance(process, Forked):
+            process.kill()
+    assert process.returncode is not None
     return process.returncode, output
 
 

@@ -175,8 +175,8 @@ def test_the_slurm_launcher_trains_two_ranks(tmp_path: Path, slurm: dict[str, st
     hostfile = tmp_path / "hostfile"
     hostfile.write_text("node-1 slots=1\nnode-2 slots=1\n", encoding="utf-8")
     done = subprocess.run(
-        [*command(config)[:2], "--hostfile", str(hostfile), "--no_ssh_check", "--launcher", "slurm",
-         "--master_addr", "127.0.0.1", str(PRETRAIN), str(config)],
+        [*command(PRETRAIN)[:2], "--hostfile", str(hostfile), "--no_ssh_check",
+         "--launcher", "slurm", "--master_addr", "127.0.0.1", str(PRETRAIN), str(config)],
         env=slurm | {"MASTER_PORT": str(free_port())},
         capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip

@@ -26,6 +26,7 @@ from fault_cases import (
     small_disk,
 )
 from launching import (
+    PRETRAIN,
     RECORDING,
     REPOSITORY,
     command,
@@ -159,7 +160,7 @@ def by_deepspeed(config: Path) -> Start:
     """Starts of two ranks by the `deepspeed` command."""
 
     def start(run: Path, *overrides: str) -> tuple[int, str]:
-        return finished(command(config, f"run.dir={run}", *overrides))
+        return ended(command(PRETRAIN, str(config), f"run.dir={run}", *overrides))
 
     return start
 
@@ -169,12 +170,12 @@ def by_alibi_lm(config: Path) -> Start:
 
     def start(run: Path, *overrides: str) -> tuple[int, str]:
         train = [sys.executable, "-m", "alibi_lm", "train", str(config), f"run.dir={run}"]
-        return finished([*train, *overrides, "--num-ranks", "2"])
+        return ended([*train, *overrides, "--num-ranks", "2"])
 
     return start
 
 
-def finished(line: list[str]) -> tuple[int, str]:
+def ended(line: list[str]) -> tuple[int, str]:
     """Exit code and output of a command."""
     done = subprocess.run(
         line, env=environment(), capture_output=True, text=True, timeout=600, check=False

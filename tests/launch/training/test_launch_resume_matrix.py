@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from launching import VOCAB_SIZE, environment, metrics, write_config
-
-from alibi_lm.train.environment import free_port
+from launching import REPOSITORY, VOCAB_SIZE, finished, metrics, start_forked, write_config
 
 pytestmark = pytest.mark.slow
-SCRIPT = Path(__file__).with_name("several_runs.py")
+SCRIPT = REPOSITORY / "tests" / "launch" / "helpers" / "several_runs.py"
 HALF, WHOLE = 5, 10
 
 
@@ -74,13 +70,7 @@ def run_all(folder: Path, layout: Layout, jobs: list[dict[str, Any]]) -> None:
     """One start of the layout's ranks for all jobs."""
     path = folder / f"jobs_{len(list(folder.glob('jobs_*')))}.json"
     path.write_text(json.dumps(jobs))
-    launcher = Path(sys.executable).with_name("deepspeed")
-    options = ["--num_gpus", str(layout.ranks), "--master_port", str(free_port())]
-    done = subprocess.run(
-        [sys.executable, str(launcher), *options, str(SCRIPT), str(path)],
-        env=environment(), capture_output=True, text=True, timeout=3000, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
+    finished(start_forked(SCRIPT, str(path), ranks=layout.ranks), seconds=3000)
 
 
 def job(config: Path, layout: Layout, out: Path, steps: int, **more: Any) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import os
 import random
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -51,8 +51,8 @@ def exit_codes(folder: Path) -> list[int]:
     return codes
 
 
-def stop_by_each_way_in_turn(folder: Path, seed: int) -> None:
-    """One run, stopped in every way, each start going on from the last."""
+def stop_by_each_way_in_turn(folder: Path, seed: int, forked: Sequence[str]) -> None:
+    """One run, stopped in every way, each start going on from the last; some in forked ranks."""
     chooser = random.Random(seed)
     config, run = write_config(folder, num_steps=5000, checkpoint_interval=5000), folder / "run"
     done = 0
@@ -64,6 +64,7 @@ def stop_by_each_way_in_turn(folder: Path, seed: int) -> None:
             then=ask(way, run, chooser),
             ranks=RANKS,
             program=RECORDING,
+            forked=way in forked,
         )
         assert code == WAYS[way], output
         assert exit_codes(folder) == [EXIT_STOPPED] * RANKS, output
@@ -78,15 +79,20 @@ def stop_by_each_way_in_turn(folder: Path, seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
+    ("seed", "forked"),
+    [
+        (0, ["SIGUSR1 to a rank", "STOP"]),
+        pytest.param(1, [], marks=pytest.mark.slow),
+        pytest.param(2, [], marks=pytest.mark.slow),
+    ],
 )
 def test_four_ranks_asked_in_any_way_save_together_and_go_on_in_the_same_bits(
-    seed: int, tmp_path: Path
+    seed: int, forked: list[str], tmp_path: Path
 ) -> None:
     plain, stopped = tmp_path / "a", tmp_path / "b"
     for folder in (plain, stopped):
         folder.mkdir()
-    stop_by_each_way_in_turn(stopped, seed)
+    stop_by_each_way_in_turn(stopped, seed, forked)
     last = f"train.num_steps={open_run(stopped / 'run').step}"
     launch(write_config(plain, checkpoint_interval=5000), LAYOUT, last, ranks=RANKS)
     assert curve(stopped / "run") == curve(plain / "run")

@@ -13,7 +13,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from launching import REPOSITORY, command, environment, launch, launch_and, metrics, write_config
+from launching import (
+    REPOSITORY,
+    command,
+    environment,
+    launch,
+    launch_and,
+    metrics,
+    write_config,
+)
 
 from alibi_lm.checkpoint.step import open_run
 from alibi_lm.utils.errors import EXIT_LOST
@@ -56,7 +64,7 @@ def lost_lines(output: str) -> list[str]:
 def launch_faulty(folder: Path, config: Path, fault: str, *overrides: str) -> tuple[int, str]:
     script = folder / "faulty.py"
     script.write_text(FAULTY.format(fault=fault))
-    line = [str(script) if part.endswith("pretrain.py") else part for part in command(config)]
+    line = command(script, str(config))
     paths = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
         [*line, *overrides],
