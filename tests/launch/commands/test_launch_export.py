@@ -16,7 +16,7 @@ from alibi_lm.cli.main import main
 from alibi_lm.config_loading import to_yaml
 from alibi_lm.hf.exporting.exporter import export
 from alibi_lm.model.inference.generation import generate
-from tests.unit.hf.folders import reference_model
+from tests.unit.hf.reference_models import reference_model
 
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "one": (0, []),

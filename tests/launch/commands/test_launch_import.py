@@ -12,7 +12,7 @@ from launching import VOCAB_SIZE, launch, metrics, write_corpus
 from alibi_lm.cli.main import main
 from alibi_lm.train.data import open_training_data
 from alibi_lm.train.run import read_config
-from tests.unit.hf.folders import reference_model
+from tests.unit.hf.reference_models import reference_model
 
 NUM_STEPS = 5
 

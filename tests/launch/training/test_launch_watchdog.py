@@ -38,8 +38,8 @@ SETTINGS = {
 FAULTY = """
 import os, sys, time
 from alibi_lm.train.entry import run
-from alibi_lm.train.data import Inputs
-good, start = Inputs.micro_batches, []
+from alibi_lm.train.data import TrainingData
+good, start = TrainingData.micro_batches, []
 
 def faulty(inputs, step, rank, num_ranks):
     start.append(step)
@@ -47,7 +47,7 @@ def faulty(inputs, step, rank, num_ranks):
         {fault}
     return good(inputs, step, rank, num_ranks)
 
-Inputs.micro_batches = faulty
+TrainingData.micro_batches = faulty
 run(sys.argv[1:])
 """
 

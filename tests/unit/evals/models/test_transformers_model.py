@@ -34,7 +34,7 @@ from alibi_lm.model.inference.kv_cache import KVCache
 from alibi_lm.model.inference.pruned_kv_cache import PrunedKVCache
 from alibi_lm.tasks.config import TaskSizes
 from alibi_lm.utils.errors import CheckpointError, ConfigError, DataError
-from tests.unit.hf.folders import write_reference
+from tests.unit.hf.reference_models import write_reference
 from tests.unit.hf.small_step import LENGTH, LINES, add_tokenizer, add_validation, write_step
 
 PERPLEXITY = PerplexityConfig(

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from alibi_lm.cli.main import main
 from alibi_lm.hf.exporting.exporter import export
-from tests.unit.hf.folders import write_reference
+from tests.unit.hf.reference_models import write_reference
 from tests.unit.hf.small_step import write_step
 
 NAME = "transformer.h.1.self_attention.query_key_value.weight"

@@ -20,7 +20,7 @@ from alibi_lm.hf.exporting.exporter import export
 from alibi_lm.hf.importing import importer
 from alibi_lm.hf.importing.importer import import_folder
 from alibi_lm.utils.errors import CheckpointError, ConfigError
-from tests.unit.hf.folders import VOCAB_SIZE, write_reference
+from tests.unit.hf.reference_models import VOCAB_SIZE, write_reference
 from tests.unit.hf.small_step import LINES, add_tokenizer, add_validation, write_step
 
 READ_BY_THE_CLASS = {

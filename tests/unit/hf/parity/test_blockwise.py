@@ -26,7 +26,7 @@ from alibi_lm.hf.parity.check import ModelPair
 from alibi_lm.hf.parity.transformers_reference import CachedState, Mismatch
 from alibi_lm.hf.weights_reader import WeightsReader
 from alibi_lm.model.inference.kv_cache import LayerKVCache
-from tests.unit.hf.folders import VOCAB_SIZE, write_reference
+from tests.unit.hf.reference_models import VOCAB_SIZE, write_reference
 
 TOKENS = torch.randint(VOCAB_SIZE, (1, 280), generator=torch.Generator().manual_seed(5))
 
