@@ -5,7 +5,7 @@ INSTALLED := .venv/.installed
 RUN := runs/demo
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help install demo check lint types spelling site format test test-all clean-demo
+.PHONY: help install demo check lint types spelling site format reference test test-all clean-demo
 
 help:
 	@echo "make demo      corpus, tokenizer, pretraining, long-context evals, export, report"
@@ -55,6 +55,11 @@ site: $(INSTALLED)
 format: $(INSTALLED)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+# What is generated from the settings' types and docstrings.
+reference: $(INSTALLED)
+	$(BIN)/alibi-lm config reference docs/configuration.md
+	$(BIN)/alibi-lm config schema configs/schema.json
 
 test test-all: export DS_ACCELERATOR := cpu
 test: $(INSTALLED)

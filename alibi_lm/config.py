@@ -13,10 +13,11 @@ from alibi_lm.model.config import ModelConfig
 from alibi_lm.parallel.config import ParallelConfig
 from alibi_lm.train.config import RunConfig, TrainConfig
 from alibi_lm.utils.errors import Problem
+from alibi_lm.utils.settings import Section, rule
 
 
 @dataclass
-class Config:
+class Config(Section):
     """One run."""
 
     run: RunConfig
@@ -35,12 +36,12 @@ class Config:
     zero_optimization.stage is 1 where it does not say.
     """
 
-    def problems(self, key: str) -> Iterator[Problem]:
-        """The rules that are broken between sections."""
+    @rule
+    def _positions_suffice(self) -> Iterator[Problem]:
         limit, length = self.model.max_positions, self.train.sequence_length
         if limit is not None and length > limit:
-            rule = f"is more than {key}model.max_positions = {limit}"
-            yield Problem(f"{key}train.sequence_length", length, rule, "lower it")
+            rule = f"exceeds model.max_positions = {limit}"
+            yield Problem("train.sequence_length", length, rule, "lower it")
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:

@@ -1,29 +1,21 @@
-"""YAML and `key=value` overrides to dataclasses, and back.
-
-The field types understood are int, float, str, bool, `X | None`, `Literal[...]`, `list[X]`,
-`dict[str, Any]` (kept as it is), unions of these, and nested dataclasses. Every problem of an
-input is collected and raised at once.
-"""
+"""Settings from YAML and `key=value` overrides, and back."""
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import hashlib
 import json
-import math
 import re
-import types
-import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union
+from typing import Any, TypeVar
 
 import yaml
 
 from alibi_lm.utils.errors import ConfigError, Problem
+from alibi_lm.utils.settings import Section, examine
 
-T = TypeVar("T")
+S = TypeVar("S", bound=Section)
 
 
 # PyYAML lets errors of the values it makes (dates, huge numbers, list keys) through as they are.
@@ -96,7 +88,7 @@ def apply_overrides(raw: Mapping[str, Any], overrides: Sequence[str]) -> dict[st
     Raises:
         ConfigError: an override has no `=`, no key, or a value that is not YAML.
     """
-    result = json_copy(raw)
+    result = to_dict(raw)
     problems = []
     for override in overrides:
         key, equals, text = override.partition("=")
@@ -131,164 +123,25 @@ def _assign(tree: Any, parts: list[str], value: Any) -> None:
         tree = tree[index]
 
 
-def json_copy(value: Any) -> Any:
-    """A deep copy of nested dicts and lists."""
-    if isinstance(value, Mapping):
-        return {key: json_copy(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [json_copy(item) for item in value]
-    return value
-
-
-def build(cls: type[T], raw: Mapping[str, Any]) -> T:
-    """Make a `cls` from nested mappings and check it.
-
-    A dataclass may have a method `problems(self, key) -> Iterable[Problem]` with its own rules;
-    `key` is the dotted path of the section, with a final dot where it is not empty.
+def build(cls: type[S], raw: Mapping[str, Any], prefer: str | None = None) -> S:
+    """Make a section from nested mappings and check it; `prefer` as in `settings.examine`.
 
     Raises:
-        ConfigError: with every unknown key (and the nearest right one), every value of a wrong
-            type, every missing key, and every rule broken in a section that has none of those.
+        ConfigError: with every unknown key, missing key, wrong value and broken rule.
     """
-    value, problems = examine(cls, raw)
-    if problems or value is None:
+    value, problems = examine(cls, raw, prefer)
+    if problems:
         raise ConfigError(*problems)
     return value
 
 
-def examine(cls: type[T], raw: Mapping[str, Any]) -> tuple[T | None, list[Problem]]:
-    """What `build` makes and all the problems that it would raise.
-
-    Where only rules are broken there is a value all the same, for rules that know more to be
-    asked too; None where a key or a type is wrong.
-    """
-    problems = _Found()
-    value = _convert(cls, raw, "", problems)
-    return value, [*problems, *problems.rules]
-
-
-class _Found(list[Problem]):
-    """Unknown keys, missing ones and wrong types; and, beside them, the rules broken."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rules: list[Problem] = []
-
-    def take(self, other: _Found) -> None:
-        """Add what was found in a part."""
-        self.extend(other)
-        self.rules.extend(other.rules)
-
-
-def _convert(kind: Any, raw: Any, key: str, problems: _Found) -> Any:
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if dataclasses.is_dataclass(kind):
-        return _convert_section(kind, raw, key, problems)
-    if origin in (Union, types.UnionType):
-        return _convert_union(arguments, raw, key, problems)
-    if origin is Literal:
-        if raw in arguments and type(raw) in {type(argument) for argument in arguments}:
-            return raw
-        choices = ", ".join(str(argument) for argument in arguments)
-        near = nearest(str(raw), [str(argument) for argument in arguments])
-        fix = f"did you mean {near}?" if near else "choose one of them"
-        problems.append(Problem(key, raw, f"is not one of {choices}", fix))
-        return None
-    if origin is list:
-        if not isinstance(raw, list):
-            problems.append(Problem(key, raw, "is not a list", "write [a, b]"))
-            return None
-        return [_convert(arguments[0], item, f"{key}.{i}", problems) for i, item in enumerate(raw)]
-    if origin is dict or kind is dict:
-        if not isinstance(raw, Mapping):
-            problems.append(Problem(key, raw, "is not a mapping", "write key: value lines"))
-            return None
-        return json_copy(raw)
-    return _convert_scalar(kind, raw, key, problems)
-
-
-def _convert_union(kinds: Sequence[Any], raw: Any, key: str, problems: _Found) -> Any:
-    if raw is None and type(None) in kinds:
-        return None
-    kinds = [kind for kind in kinds if kind is not type(None)]
-    attempts: list[_Found] = []
-    for kind in kinds:
-        attempt = _Found()
-        value = _convert(kind, raw, key, attempt)
-        if not attempt:
-            problems.take(attempt)
-            return value
-        attempts.append(attempt)
-    mapping = isinstance(raw, Mapping)
-    matching = [
-        attempt
-        for kind, attempt in zip(kinds, attempts, strict=True)
-        if mapping == dataclasses.is_dataclass(kind)
-    ]
-    problems.take((matching or attempts)[0])
-    return None
-
-
-def _convert_scalar(kind: Any, raw: Any, key: str, problems: _Found) -> Any:
-    if kind is Any:
-        return json_copy(raw)
-    if kind is float and isinstance(raw, int | float) and not isinstance(raw, bool):
-        if math.isfinite(raw):
-            return float(raw)
-        problems.append(Problem(key, raw, "is not finite", "give a number"))
-        return None
-    if kind is int and isinstance(raw, float) and raw.is_integer():
-        return int(raw)
-    if type(raw) is kind:
-        return raw
-    names = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
-    problems.append(Problem(key, raw, f"is not {names[kind]}", f"give {names[kind]}"))
-    return None
-
-
-def _convert_section(kind: Any, raw: Any, key: str, problems: _Found) -> Any:
-    if raw is None:
-        raw = {}
-    if not isinstance(raw, Mapping):
-        problems.append(Problem(key, raw, "is not a section", "write key: value lines under it"))
-        return None
-    hints = typing.get_type_hints(kind)
-    fields = {field.name: field for field in dataclasses.fields(kind)}
-    prefix = f"{key}." if key else ""
-    found = _Found()
-    for name in raw:
-        if name not in fields:
-            near = nearest(str(name), list(fields))
-            fix = f"did you mean {prefix}{near}?" if near else f"keys here: {', '.join(fields)}"
-            found.append(Problem(f"{prefix}{name}", None, "unknown key", fix))
-    values = {}
-    for name, field in fields.items():
-        if name in raw:
-            values[name] = _convert(hints[name], raw[name], f"{prefix}{name}", found)
-        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-            if dataclasses.is_dataclass(hints[name]):
-                values[name] = _convert(hints[name], {}, f"{prefix}{name}", found)
-            else:
-                found.append(Problem(f"{prefix}{name}", None, "is missing", "set it"))
-    problems.take(found)
-    if found:
-        return None
-    value = kind(**values)
-    if hasattr(value, "problems"):
-        problems.rules.extend(value.problems(prefix))
-    return value
-
-
-def nearest(word: str, words: Sequence[str]) -> str | None:
-    """The word of `words` most like `word`, or None where none is."""
-    return next(iter(difflib.get_close_matches(word, words, n=1, cutoff=0.5)), None)
-
-
 def to_dict(value: Any) -> Any:
-    """Nested dataclasses as nested dicts, in field order."""
+    """Nested dataclasses as nested dicts, in field order; plain values are copied."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: to_dict(getattr(value, f.name)) for f in dataclasses.fields(value)}
-    return json_copy(value) if not isinstance(value, list) else [to_dict(item) for item in value]
+    if isinstance(value, Mapping):
+        return {key: to_dict(item) for key, item in value.items()}
+    return [to_dict(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def to_yaml(value: Any) -> str:

@@ -86,7 +86,7 @@ def _command(name: str, words: str) -> click.Command:
             opened = resolve_model(eval_model, EvalOptions.of(settings, engine, out, ranks))
             evaluate(opened, getattr(settings, name), force=force)
 
-        on_ranks(lambda: read_suite(suite, overrides), work, local_rank)
+        on_ranks(lambda: read_suite(suite, overrides, name), work, local_rank)
 
     for option in reversed(OPTIONS):
         run = option(run)

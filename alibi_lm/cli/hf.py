@@ -21,7 +21,7 @@ PARITY = click.option(
 @RUN
 @click.argument("out", type=click.Path(path_type=Path), required=False)
 @click.option(
-    "--dtype",
+    "--precision",
     type=click.Choice(["fp32", "bf16", "fp16"]),
     default="fp32",
     show_default=True,
@@ -49,7 +49,7 @@ PARITY = click.option(
 def export(
     run: Path,
     out: Path | None,
-    dtype: str,
+    precision: str,
     layout: str | None,
     tokenizer: bool,
     parity: str | None,
@@ -77,7 +77,7 @@ def export(
         raise ConfigError(Problem(option, None, "has no effect without --push", "add --push REPO"))
     step = open_to_export(run)
     folder = out or step.hf_folder
-    run_export(step, folder, dtype=dtype, format=layout, tokenizer=tokenizer,
+    run_export(step, folder, dtype=precision, format=layout, tokenizer=tokenizer,
                parity=parity, with_code=with_code)  # fmt: skip
     if push is not None:
         run_push(folder, push, private=private is not False, dry_run=dry_run)

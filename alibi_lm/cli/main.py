@@ -18,6 +18,7 @@ from alibi_lm.cli.bench_long import long_inputs
 from alibi_lm.cli.bench_parts import load, loss, start, tokenize
 from alibi_lm.cli.bench_train import attention_alone
 from alibi_lm.cli.bench_train import train as bench_train
+from alibi_lm.cli.config import config as config_group
 from alibi_lm.cli.evaluate import compare, eval_group, report
 from alibi_lm.cli.generate import generate
 from alibi_lm.cli.hf import export, import_command
@@ -154,6 +155,7 @@ def doctor(
     sys.exit(EXIT_USER_ERROR if problems else 0)
 
 
+main.add_command(config_group)
 main.add_command(eval_group)
 
 

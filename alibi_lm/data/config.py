@@ -5,29 +5,26 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from alibi_lm.utils.errors import Problem
+from alibi_lm.utils.settings import NotEmpty, Probability, Section, Share, rule
 
 
 @dataclass
-class CorpusConfig:
+class CorpusConfig(Section):
     """One tokenized corpus of a run."""
 
     prefix: str
     """Path of the token files without their .bin and .idx endings."""
-    weight: float = 1.0
+    weight: PositiveFloat = 1.0
     """Share of the samples, relative to the other corpora's weights."""
-
-    def problems(self, key: str) -> Iterator[Problem]:
-        """The rules of this section that are broken."""
-        if self.weight <= 0:
-            yield Problem(f"{key}weight", self.weight, "is not positive",
-                          "give a positive weight or take the corpus out")  # fmt: skip
 
 
 @dataclass
-class DataConfig:
+class DataConfig(Section):
     """What a run reads."""
 
     corpora: list[CorpusConfig] = field(default_factory=list)
@@ -37,11 +34,11 @@ class DataConfig:
     tokenizer: str | None = None
     """Tokenizer folder, .model or tokenizer.json that made the token files; copied into the run."""
 
-    def training_problems(self, key: str) -> Iterator[Problem]:
+    def training_problems(self) -> Iterator[Problem]:
         """The rules that are broken for training; an imported model has no corpora."""
         if not self.corpora:
-            yield Problem(f"{key}corpora", None, "is empty",
-                          "list at least one corpus with its prefix")  # fmt: skip
+            fix = "list at least one corpus with its prefix"
+            yield Problem("data.corpora", None, "is empty", fix)
 
 
 GENERATED = {"recall": 1, "reasoning": 1}
@@ -50,73 +47,53 @@ the same settings begin to give other documents."""
 
 
 @dataclass
-class RecallConfig:
+class RecallConfig(Section):
     """Synthetic documents that train retrieval: facts, filler, and queries with their answers."""
 
-    max_tokens: int
+    max_tokens: PositiveInt
     """Tokens of a document, its end included: the training length, so that a document is exactly
     one training sample, and no answer lies out of reach of its query."""
-    kinds: list[Literal["statements", "passkey", "pairs"]] = field(
+    kinds: Annotated[list[Literal["statements", "passkey", "pairs"]], NotEmpty] = field(
         default_factory=lambda: ["statements", "passkey", "pairs"]
     )
     """What the documents ask, in the words of the evals: statements (the needle's line), passkey,
     pairs (multi-query associative recall). One named twice comes twice as often."""
-    dense: float = 0.5
+    dense: Share = 0.5
     """Share of documents with as many facts as fit; the others have a random number of them."""
     filler: str | None = None
     """Source of the recipe whose training documents give the text between facts; by default a few
     sentences that repeat."""
-    filler_bytes: int = 4_000_000
+    filler_bytes: PositiveInt = 4_000_000
     """How much of that source is taken, from its start."""
-    seed: int = 0
+    seed: NonNegativeInt = 0
     """Seed of everything that is drawn."""
-
-    def problems(self, key: str) -> Iterator[Problem]:
-        """The rules of this section that are broken."""
-        for name in ("max_tokens", "filler_bytes"):
-            if getattr(self, name) < 1:
-                yield Problem(f"{key}{name}", getattr(self, name), "is not positive",
-                              "give a positive number")  # fmt: skip
-        if not self.kinds:
-            yield Problem(f"{key}kinds", self.kinds, "is empty", "name at least one kind")
-        if not 0 <= self.dense <= 1:
-            yield Problem(f"{key}dense", self.dense, "is not in [0, 1]", "give a share such as 0.5")
-        if self.seed < 0:
-            yield Problem(f"{key}seed", self.seed, "is negative", "give 0 or more")
 
 
 @dataclass
-class ReasoningConfig:
+class ReasoningConfig(Section):
     """Synthetic problems of copying, addition and sorting, several a document."""
 
-    max_tokens: int
+    max_tokens: PositiveInt
     """Tokens of a document, its end included: the training length, so that a document is exactly
     one training sample."""
-    tasks: list[Literal["copy", "addition", "sort"]] = field(
+    tasks: Annotated[list[Literal["copy", "addition", "sort"]], NotEmpty] = field(
         default_factory=lambda: ["copy", "addition", "sort"]
     )
     """What the problems are. One named twice comes twice as often."""
-    lengths: list[int] = field(default_factory=lambda: [1, 20])
+    lengths: list[PositiveInt] = field(default_factory=lambda: [1, 20])
     """Fewest and most items of a problem."""
-    seed: int = 0
+    seed: NonNegativeInt = 0
     """Seed of everything that is drawn."""
 
-    def problems(self, key: str) -> Iterator[Problem]:
-        """The rules of this section that are broken."""
-        if self.max_tokens < 1:
-            yield Problem(f"{key}max_tokens", self.max_tokens, "is not positive",
-                          "give a positive number")  # fmt: skip
-        if not self.tasks:
-            yield Problem(f"{key}tasks", self.tasks, "is empty", "name at least one task")
-        if len(self.lengths) != 2 or not 1 <= self.lengths[0] <= self.lengths[-1]:
-            yield Problem(f"{key}lengths", self.lengths, "is not a range of at least 1 item",
-                          "give the fewest and the most, such as [1, 20]")  # fmt: skip
-        if self.seed < 0:
-            yield Problem(f"{key}seed", self.seed, "is negative", "give 0 or more")
+    @rule
+    def _lengths_are_a_range(self) -> Iterator[Problem]:
+        if len(self.lengths) != 2 or self.lengths[0] > self.lengths[-1]:
+            fix = "give the fewest and the most, such as [1, 20]"
+            yield Problem("lengths", self.lengths, "is not a range", fix)
 
 
 @dataclass
-class SourceConfig:
+class SourceConfig(Section):
     """One corpus of a recipe: where its documents come from and which are kept."""
 
     name: str
@@ -145,20 +122,20 @@ class SourceConfig:
     """Configuration name of a hub dataset."""
     streaming: bool = True
     """Whether a hub dataset is streamed instead of downloaded whole."""
-    min_chars: int = 1
+    min_chars: NonNegativeInt = 1
     """Documents with fewer characters are left out."""
-    max_chars: int | None = None
+    max_chars: PositiveInt | None = None
     """Documents with more characters are left out."""
-    max_documents: int | None = None
+    max_documents: PositiveInt | None = None
     """Stop after this many kept documents."""
     not_utf8: Literal["refuse", "skip"] = "refuse"
     """What to do with a file (jsonl: a line) that is not UTF-8: refuse it by name, or skip it,
     count it and name it in the manifest."""
-    validation_fraction: float = 0.05
+    validation_fraction: Probability = 0.05
     """Share of documents that go to validation, chosen by the hash of their text."""
-    min_long_validation: int = 0
+    min_long_validation: NonNegativeInt = 0
     """Keep at least this many documents of long_chars or more for validation, by lowest hash."""
-    long_chars: int = 0
+    long_chars: NonNegativeInt = 0
     """Length in characters from which a document counts as long."""
 
     @property
@@ -171,122 +148,107 @@ class SourceConfig:
         """Whether documents are made, not read."""
         return self.format in GENERATED
 
-    def problems(self, key: str) -> Iterator[Problem]:
-        """The rules of this section that are broken."""
+    @rule
+    def _name_is_a_file_name(self) -> Iterator[Problem]:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.name):
-            yield Problem(f"{key}name", self.name, "is not usable in a file name",
-                          "use letters, digits, dot, dash and underscore")  # fmt: skip
-        yield from self._generated_problems(key)
-        if not self.generated and (not self.paths or not all(self.paths)):
-            yield Problem(f"{key}path", self.path, "is empty", "name files, globs or folders")
-        if self.format == "hub" and len(self.paths) != 1:
-            yield Problem(f"{key}path", self.path, "is more than one hub dataset",
-                          "write one source for each")  # fmt: skip
-        if self.min_chars < 0:
-            yield Problem(f"{key}min_chars", self.min_chars, "is negative", "give 0 or more")
-        if self.max_chars is not None and self.max_chars < max(1, self.min_chars):
-            yield Problem(f"{key}max_chars", self.max_chars, "leaves no document",
-                          "give at least min_chars and 1, or leave it out")  # fmt: skip
-        if self.max_documents is not None and self.max_documents < 1:
-            yield Problem(f"{key}max_documents", self.max_documents, "is not positive",
-                          "give a positive number or leave it out")  # fmt: skip
-        if not 0 <= self.validation_fraction < 1:
-            yield Problem(f"{key}validation_fraction", self.validation_fraction,
-                          "is not in [0, 1)", "give a share such as 0.01")  # fmt: skip
-        if self.min_long_validation < 0:
-            yield Problem(f"{key}min_long_validation", self.min_long_validation, "is negative",
-                          "give 0 or more")  # fmt: skip
-        if self.min_long_validation > 0 and self.long_chars < 1:
-            yield Problem(f"{key}long_chars", self.long_chars, "does not say what long is",
-                          "give the characters of a long document")  # fmt: skip
-        if self.max_chars is not None and self.long_chars > self.max_chars:
-            yield Problem(f"{key}long_chars", self.long_chars, "is more than max_chars",
-                          "make it smaller than max_chars")  # fmt: skip
+            fix = "use letters, digits, dot, dash and underscore"
+            yield Problem("name", self.name, "is not usable in a file name", fix)
 
-    def _generated_problems(self, key: str) -> Iterator[Problem]:
+    @rule
+    def _a_read_source_has_a_path(self) -> Iterator[Problem]:
+        if not self.generated and (not self.paths or not all(self.paths)):
+            yield Problem("path", self.path, "is empty", "name files, globs or folders")
+        elif self.format == "hub" and len(self.paths) != 1:
+            fix = "write one source for each"
+            yield Problem("path", self.path, "is more than one hub dataset", fix)
+
+    @rule
+    def _some_document_is_short_enough(self) -> Iterator[Problem]:
+        if self.max_chars is not None and self.max_chars < self.min_chars:
+            rule = f"is less than min_chars = {self.min_chars}, which leaves no document"
+            yield Problem("max_chars", self.max_chars, rule, "raise it, or leave it out")
+
+    @rule
+    def _long_is_defined(self) -> Iterator[Problem]:
+        if self.min_long_validation > 0 and self.long_chars < 1:
+            rule = "does not say what min_long_validation counts as long"
+            yield Problem("long_chars", self.long_chars, rule, "give a number of characters")
+        if self.max_chars is not None and self.long_chars > self.max_chars:
+            rule = f"exceeds max_chars = {self.max_chars}"
+            yield Problem("long_chars", self.long_chars, rule, "lower it")
+
+    @rule
+    def _a_generator_has_its_section(self) -> Iterator[Problem]:
         for name in GENERATED:
             settings = getattr(self, name)
             if (settings is not None) != (self.format == name):
-                yield Problem(f"{key}{name}", None if settings is None else "given",
-                              f"belongs to format: {name}, and to no other",
-                              "give both or neither")  # fmt: skip
+                rule = f"belongs to format: {name}, and to no other"
+                given = None if settings is None else "given"
+                yield Problem(name, given, rule, "give both or neither")
+
+    @rule
+    def _generated_documents_are_counted_not_read(self) -> Iterator[Problem]:
         if not self.generated:
             return
         if self.paths:
-            yield Problem(f"{key}path", self.path, f"is nothing that format: {self.format} reads",
-                          "leave it out")  # fmt: skip
+            rule = f"is not read by format: {self.format}"
+            yield Problem("path", self.path, rule, "leave it out")
         if self.max_documents is None:
-            yield Problem(f"{key}max_documents", None,
-                          f"must say how many documents format: {self.format} makes",
-                          "give a number")  # fmt: skip
+            rule = f"must say how many documents format: {self.format} generates"
+            yield Problem("max_documents", None, rule, "give a number")
         if self.min_long_validation:
-            yield Problem(f"{key}min_long_validation", self.min_long_validation,
-                          f"cannot be had with format: {self.format}", "leave it out")  # fmt: skip
+            rule = f"is not available with format: {self.format}"
+            yield Problem("min_long_validation", self.min_long_validation, rule, "leave it out")
 
 
 @dataclass
-class TokenizerConfig:
+class TokenizerConfig(Section):
     """The tokenizer of a recipe: an existing one, or one to train."""
 
     path: str | None = None
     """An existing sentencepiece .model or tokenizer.json; by default one is trained."""
     kind: Literal["bpe", "unigram"] = "bpe"
     """Kind of sentencepiece model to train."""
-    vocab_size: int = 4096
+    vocab_size: Annotated[int, Field(ge=261)] = 4096
     """Number of pieces to train, control and byte pieces included."""
-    max_bytes: int = 20_000_000
+    max_bytes: PositiveInt = 20_000_000
     """How many bytes of training documents the trainer reads at most."""
-    character_coverage: float = 0.9995
+    character_coverage: Annotated[float, Field(ge=0.98, le=1)] = 0.9995
     """Share of characters that get a piece; the rest become bytes."""
-
-    def problems(self, key: str) -> Iterator[Problem]:
-        """The rules of this section that are broken."""
-        if self.vocab_size < 261:
-            yield Problem(f"{key}vocab_size", self.vocab_size,
-                          "is less than the 4 control and 256 byte pieces and one more",
-                          "give 261 or more")  # fmt: skip
-        if self.max_bytes < 1:
-            yield Problem(f"{key}max_bytes", self.max_bytes, "is not positive",
-                          "give some megabytes")  # fmt: skip
-        if not 0.98 <= self.character_coverage <= 1:
-            yield Problem(f"{key}character_coverage", self.character_coverage,
-                          "is not in [0.98, 1]", "give a share such as 0.9995")  # fmt: skip
 
 
 @dataclass
-class RecipeConfig:
+class RecipeConfig(Section):
     """A recipe of `alibi-lm prepare`: sources to token files."""
 
-    output: str
+    output: Annotated[str, NotEmpty]
     """Folder that gets the tokenizer, the token files and manifest.json."""
     sources: list[SourceConfig]
     """The corpora to prepare."""
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     """The tokenizer to use or train."""
-    num_workers: int | None = None
+    num_workers: PositiveInt | None = None
     """Processes that tokenize; by default one a core."""
-    seed: int = 0
+    seed: NonNegativeInt = 0
     """Seed of the tokenizer trainer's choice of documents."""
 
-    def problems(self, key: str) -> Iterator[Problem]:
-        """The rules of this section that are broken."""
-        if not self.output:
-            yield Problem(f"{key}output", self.output, "is empty", "name a folder")
+    @rule
+    def _sources_have_their_own_names(self) -> Iterator[Problem]:
         if not self.sources:
-            yield Problem(f"{key}sources", None, "is empty", "list at least one source")
+            yield Problem("sources", None, "is empty", "list at least one source")
         names = [source.name for source in self.sources]
         for index, name in enumerate(names):
             # Files of `a` and of `A` are the same ones on some file systems.
             if name.lower() in [earlier.lower() for earlier in names[:index]]:
-                yield Problem(f"{key}sources.{index}.name", name, "is another source's name",
-                              "give every source its own name")  # fmt: skip
+                fix = "give every source its own name"
+                yield Problem(f"sources.{index}.name", name, "is another source's name", fix)
+
+    @rule
+    def _fillers_are_sources(self) -> Iterator[Problem]:
         read = [source.name for source in self.sources if not source.generated]
         for index, source in enumerate(self.sources):
             filler = source.recall.filler if source.recall else None
             if filler is not None and filler not in read:
-                yield Problem(f"{key}sources.{index}.recall.filler", filler,
-                              "is no source of this recipe that is read",
-                              f"name one of: {', '.join(read) or 'none'}")  # fmt: skip
-        if self.num_workers is not None and self.num_workers < 1:
-            yield Problem(f"{key}num_workers", self.num_workers, "is not positive",
-                          "give 1 or more, or leave it out for one a core")  # fmt: skip
+                rule = "is not a source of this recipe that is read"
+                fix = f"name one of: {', '.join(read) or 'none'}"
+                yield Problem(f"sources.{index}.recall.filler", filler, rule, fix)

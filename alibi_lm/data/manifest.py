@@ -11,9 +11,9 @@ from typing import Any
 
 import alibi_lm
 from alibi_lm.config_loading import flatten, to_dict
-from alibi_lm.data.config import RecipeConfig
+from alibi_lm.data.config import DataConfig, RecipeConfig
 from alibi_lm.data.tokenizer import Tokenizer
-from alibi_lm.utils.errors import DataError, Problem
+from alibi_lm.utils.errors import ConfigError, DataError, Problem
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -92,3 +92,24 @@ def different_keys(old: dict[str, Any], new: RecipeConfig) -> Iterator[Problem]:
             rule = f"was {before.get(key)!r} when {new.output} was prepared"
             fix = "name another output, or pass --overwrite"
             yield Problem(key, repr(now.get(key)), rule, fix)
+
+
+def vocabulary_size(asked: int | None, data: DataConfig, tokenizer: Tokenizer | None) -> int | None:
+    """Token ids of a run's model: `model.vocab_size` (`asked`), by default the tokenizer's.
+
+    Without a tokenizer, the manifests beside the corpora say how many it had. None where nothing
+    says.
+
+    Raises:
+        ConfigError: fewer ids are asked for than the tokenizer has.
+    """
+    known = None if tokenizer is None else tokenizer.vocab_size
+    for corpus in data.corpora:
+        manifest = manifest_for(Path(corpus.prefix)) if known is None else None
+        if manifest is not None:
+            known = int(manifest["tokenizer"]["vocab_size"])
+    if asked is not None and known is not None and asked < known:
+        rule = f"is less than the tokenizer's {known} ids"
+        fix = f"set at least {known}, or leave it out"
+        raise ConfigError(Problem("model.vocab_size", asked, rule, fix))
+    return known if asked is None else asked

@@ -1,25 +1,26 @@
-"""The parallel section of a config."""
+"""The `parallel` section of a run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
-from alibi_lm.utils.errors import Problem
+from pydantic import PositiveInt
+
+from alibi_lm.utils.settings import Section
 
 
 @dataclass
-class ParallelConfig:
-    """How the model is split over ranks; what is left over is data parallel."""
+class ParallelConfig(Section):
+    """How the model is split over ranks; the remaining ranks are data parallel."""
 
-    tp: int = 1
+    aliases: ClassVar[Mapping[str, str]] = {
+        "tp": "tensor_parallel_size tensor_model_parallel_size",
+        "pp": "pipeline_parallel_size pipeline_model_parallel_size",
+    }
+
+    tp: PositiveInt = 1
     """Tensor-parallel ranks: each holds a slice of every matrix and its own heads."""
-    pp: int = 1
-    """Pipeline stages: each holds some of the blocks. Needs ZeRO stage 0 or 1."""
-
-    def problems(self, key: str) -> Iterator[Problem]:
-        """The rules of this section that are broken."""
-        if self.tp < 1:
-            yield Problem(f"{key}tp", self.tp, "is not positive", "give at least 1")
-        if self.pp < 1:
-            yield Problem(f"{key}pp", self.pp, "is not positive", "give at least 1")
+    pp: PositiveInt = 1
+    """Pipeline stages: each holds some of the layers. Needs ZeRO stage 0 or 1."""

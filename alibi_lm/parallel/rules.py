@@ -6,41 +6,39 @@ from collections.abc import Iterator
 
 from alibi_lm.config import Config
 from alibi_lm.utils.errors import Problem
+from alibi_lm.utils.settings import applicable
 
 
 def layout_problems(config: Config, num_ranks: int) -> Iterator[Problem]:
     """Every rule of the tensor-parallel and pipeline split that a run on `num_ranks` ranks breaks.
 
-    The ZeRO stage's part in them is `deepspeed_config.stage_problems`.
+    `deepspeed_config.stage_problems` has the rules about the ZeRO stage.
     """
-    tp, pp, model = config.parallel.tp, config.parallel.pp, config.model
-    if tp < 1 or pp < 1:
-        return  # the section's own rules say so
+    for check in (_heads(config), _layers(config), _ranks(config, num_ranks)):
+        yield from applicable(check)
+
+
+def _heads(config: Config) -> Iterator[Problem]:
+    tp, model = config.parallel.tp, config.model
     if model.num_heads % tp:
-        yield Problem(
-            "parallel.tp",
-            tp,
-            f"does not divide model.num_heads = {model.num_heads}",
-            "each rank holds whole heads: give a divisor",
-        )
+        rule = f"does not divide model.num_heads = {model.num_heads}"
+        yield Problem("parallel.tp", tp, rule, "each rank holds whole heads: give a divisor")
     elif model.kv_heads % tp and tp % model.kv_heads:
-        yield Problem(
-            "parallel.tp",
-            tp,
-            f"neither divides model.num_kv_heads = {model.kv_heads} nor is a multiple of it",
-            "give a divisor or a multiple",
-        )
-    if pp > model.num_layers:
-        yield Problem(
-            "parallel.pp",
-            pp,
-            f"is more than model.num_layers = {model.num_layers}",
-            "each stage holds at least one block: give fewer stages",
-        )
+        rule = f"neither divides model.num_kv_heads = {model.kv_heads} nor is a multiple of it"
+        yield Problem("parallel.tp", tp, rule, "give a divisor or a multiple")
+
+
+def _layers(config: Config) -> Iterator[Problem]:
+    pp, num_layers = config.parallel.pp, config.model.num_layers
+    if pp > num_layers:
+        rule = f"exceeds model.num_layers = {num_layers}"
+        fix = "each stage holds at least one layer: give fewer stages"
+        yield Problem("parallel.pp", pp, rule, fix)
+
+
+def _ranks(config: Config, num_ranks: int) -> Iterator[Problem]:
+    tp, pp = config.parallel.tp, config.parallel.pp
     if num_ranks % (tp * pp):
-        yield Problem(
-            "parallel",
-            f"tp {tp} x pp {pp}",
-            f"does not divide the {num_ranks} ranks",
-            f"start a multiple of {tp * pp} ranks, or lower one of them",
-        )
+        rule = f"does not divide the {num_ranks} ranks"
+        fix = f"start a multiple of {tp * pp} ranks, or lower one of them"
+        yield Problem("parallel", f"tp {tp} x pp {pp}", rule, fix)

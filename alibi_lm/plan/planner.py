@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 
 from alibi_lm.config import Config
-from alibi_lm.data.manifest import manifest_for
+from alibi_lm.data.manifest import vocabulary_size
 from alibi_lm.data.sampling import batch_indices
 from alibi_lm.data.tokenizer import load_tokenizer
 from alibi_lm.model.flops import flops_per_token, num_parameters
@@ -166,18 +166,12 @@ def make_plan(path: str | Path, overrides: Sequence[str], num_ranks: int) -> Pla
 
 
 def _fill_vocabulary(config: Config) -> list[str]:
-    """Set `model.vocab_size` from the data where it is here; says what was assumed where not."""
-    if config.model.vocab_size is not None:
-        return []
-    found = None
-    if config.data.tokenizer is not None and Path(config.data.tokenizer).exists():
-        found = load_tokenizer(Path(config.data.tokenizer)).vocab_size
-    for corpus in config.data.corpora:
-        manifest = manifest_for(Path(corpus.prefix))
-        if found is None and manifest is not None:
-            found = int(manifest["tokenizer"]["vocab_size"])
-    config.model.vocab_size = ASSUMED_VOCABULARY if found is None else found
-    if found is not None:
+    """Set `model.vocab_size` as training would; notes what is assumed where the data is absent."""
+    path = config.data.tokenizer
+    tokenizer = load_tokenizer(Path(path)) if path is not None and Path(path).exists() else None
+    size = vocabulary_size(config.model.vocab_size, config.data, tokenizer)
+    config.model.vocab_size = ASSUMED_VOCABULARY if size is None else size
+    if size is not None:
         return []
     return [
         f"model.vocab_size is not set and the tokenizer is not here: {ASSUMED_VOCABULARY:,} token "

@@ -12,7 +12,7 @@ import torch
 
 from alibi_lm.config import Config
 from alibi_lm.data.indexed import TokenFile
-from alibi_lm.data.manifest import check_tokenizer, manifest_for
+from alibi_lm.data.manifest import check_tokenizer, vocabulary_size
 from alibi_lm.data.sampling import Blend, batch_indices
 from alibi_lm.data.tokenizer import Tokenizer, load_tokenizer
 from alibi_lm.evals.perplexity.windows import validation_batches
@@ -109,19 +109,19 @@ def open_training_data(config: Config) -> TrainingData:
         for prefix in (*(c.prefix for c in data.corpora), *data.validation):
             attempt(lambda p=prefix: check_tokenizer(Path(p), tokenizer))
     if config.train.validation_interval is not None and not data.validation:
-        problems.append(
-            Problem(
-                "train.validation_interval",
-                config.train.validation_interval,
-                "there is no validation corpus",
-                "list one in data.validation",
-            )
-        )
+        rule, fix = "there is no validation corpus", "list one in data.validation"
+        interval = config.train.validation_interval
+        problems.append(Problem("train.validation_interval", interval, rule, fix))
     if not problems:
         problems.extend(_validation_problems(config, validation))
     if problems:
         raise DataError(*problems)
-    _set_vocab_size(config, tokenizer)
+    size = vocabulary_size(config.model.vocab_size, data, tokenizer)
+    if size is None:
+        rule = "is not set, and the data names no tokenizer"
+        fix = "set it, or set data.tokenizer"
+        raise ConfigError(Problem("model.vocab_size", None, rule, fix))
+    config.model.vocab_size = size
     for file in (*corpora, *validation):
         # The rest is looked at as it is read: a corpus can be larger than a start may take.
         _check_ids(f"{file.prefix}.bin", file.read(0, min(file.num_tokens, _LOOKED_AT)), config)
@@ -158,31 +158,3 @@ def _check_ids(what: str, tokens: np.ndarray, config: Config) -> None:
     if low < 0 or high >= size:
         rule = f"holds token id {low if low < 0 else high}, outside model.vocab_size = {size}"
         raise DataError(Problem(what, None, rule, "use the corpus's own tokenizer"))
-
-
-def _set_vocab_size(config: Config, tokenizer: Tokenizer | None) -> None:
-    known = None if tokenizer is None else tokenizer.vocab_size
-    for corpus in config.data.corpora:
-        manifest = manifest_for(Path(corpus.prefix))
-        if known is None and manifest is not None:
-            known = int(manifest["tokenizer"]["vocab_size"])
-    asked = config.model.vocab_size
-    if asked is None and known is None:
-        raise ConfigError(
-            Problem(
-                "model.vocab_size",
-                None,
-                "is not set, and the data names no tokenizer",
-                "set it, or set data.tokenizer",
-            )
-        )
-    if asked is not None and known is not None and asked < known:
-        raise ConfigError(
-            Problem(
-                "model.vocab_size",
-                asked,
-                f"is less than the tokenizer's {known} ids",
-                f"set at least {known}, or leave it out",
-            )
-        )
-    config.model.vocab_size = known if asked is None else asked

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,13 @@ import torch.distributed as dist
 from alibi_lm.checkpoint.folder import CONFIG, read_meta, resolve_step
 from alibi_lm.checkpoint.step import open_run
 from alibi_lm.config import Config
-from alibi_lm.config_loading import apply_overrides, digest, examine, load_yaml, to_dict, to_yaml
+from alibi_lm.config_loading import apply_overrides, digest, load_yaml, to_dict, to_yaml
 from alibi_lm.model.flops import num_parameters
 from alibi_lm.parallel.errors import raise_if_different, run_on_all_ranks
 from alibi_lm.parallel.mesh import make_mesh
 from alibi_lm.parallel.process_group import join_process_group, rank, world_size
 from alibi_lm.parallel.rules import layout_problems
-from alibi_lm.train.checkpointing.resume import check_resumable, find_checkpoint
+from alibi_lm.train.checkpointing.resume import check_resumable, find_checkpoint, schedule_change
 from alibi_lm.train.checkpointing.save import clear_leftovers
 from alibi_lm.train.data import TrainingData, open_training_data
 from alibi_lm.train.engine.base import Engine
@@ -46,6 +46,7 @@ from alibi_lm.utils.errors import CheckpointError, ConfigError, Problem
 from alibi_lm.utils.files import write_json, write_text
 from alibi_lm.utils.locking import exclusive_lock
 from alibi_lm.utils.logging import console
+from alibi_lm.utils.settings import UnknownSetting, applicable, examine
 
 MAY_CHANGE = ("window", "scaling", "initializer_range")
 """Keys of the model that may differ from those of `train.init_from`."""
@@ -61,24 +62,19 @@ def read_config(
         ConfigError: with every problem of every section at once.
     """
     raw = apply_overrides(load_yaml(path), overrides)
-    block = raw.get("deepspeed")
     config, problems = examine(Config, raw)
-    try:
-        block = block if config is None else deepspeed_block(config)
-    except ConfigError as error:
-        problems.extend(error.problems)
-    if isinstance(block, dict):
-        block_found = list(block_problems(block))
-        problems.extend(block_found)
-        if config is not None and not block_found:
-            problems.extend(stage_problems(config, block))
-    if config is not None:
-        problems.extend(config.data.training_problems("data."))
-        problems.extend(layout_problems(config, num_ranks))
-        model_ranks = config.parallel.tp * config.parallel.pp
-        if model_ranks > 0 and num_ranks % model_ranks == 0:
-            problems.extend(batch_problems(config, num_ranks // model_ranks))
-    if problems or config is None or not isinstance(block, dict):
+    block: dict[str, Any] = {}
+    with suppress(UnknownSetting):
+        try:
+            block = deepspeed_block(config)
+        except ConfigError as error:
+            problems.extend(error.problems)
+    wrong_keys = list(block_problems(block))
+    problems.extend(wrong_keys or stage_problems(config, block))
+    problems.extend(applicable(config.data.training_problems()))
+    problems.extend(layout_problems(config, num_ranks))
+    problems.extend(applicable(batch_problems(config, num_ranks)))
+    if problems:
         raise ConfigError(*problems)
     return config, block
 
@@ -112,8 +108,10 @@ def _pretrain(config: Config, block: dict[str, Any], progress: Progress) -> bool
     inputs = run_on_all_ranks(lambda: open_training_data(config))
     run = Path(config.run.dir)
     found = find_checkpoint(run)
+    schedule_note = None
     if found is not None:
-        run_on_all_ranks(lambda: check_resumable(*found, config, inputs.facts()))
+        saved = run_on_all_ranks(lambda: check_resumable(*found, config, inputs.facts()))
+        schedule_note = schedule_change(saved.train, config.train, int(found[1]["step"]))
         if int(found[1]["step"]) == config.train.num_steps:
             done = config.train.num_steps
             console.info(
@@ -128,6 +126,8 @@ def _pretrain(config: Config, block: dict[str, Any], progress: Progress) -> bool
     with _held(run):
         line = _start_line(config, inputs, engine, found, source)
         run_on_all_ranks(lambda: _prepare_run_folder(run, config, ds_config, line), run)
+        if schedule_note is not None:
+            console.warn(schedule_note)
         if found is not None:
             engine.load(*found)
         elif source is not None:

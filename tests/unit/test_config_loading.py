@@ -22,17 +22,18 @@ from alibi_lm.config_loading import (
 from alibi_lm.data.config import RecipeConfig
 from alibi_lm.evals.config import SuiteConfig
 from alibi_lm.utils.errors import ConfigError
+from alibi_lm.utils.settings import Section
 
 
 @dataclass
-class Inner:
+class Inner(Section):
     rate: float = 1.0
     kind: Literal["cosine", "linear"] = "cosine"
     count: int | None = None
 
 
 @dataclass
-class Outer:
+class Outer(Section):
     name: str
     inner: Inner = field(default_factory=Inner)
     items: list[Inner] = field(default_factory=list)

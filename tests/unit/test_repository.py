@@ -35,6 +35,7 @@ UTILS = {
     "files": (),
     "memory": (),
     "exit": ("errors", "logging"),
+    "settings": ("errors",),
     "locking": ("errors", "logging"),
     "progress": ("logging",),
     "atomic_directory": ("errors", "files", "locking", "logging"),
@@ -73,7 +74,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
 PUBLIC = ("data.hf_dataset", "model.config", "model.decoder", "loaded_run")
 """Where the names that `alibi_lm` itself offers come from."""
 SECTIONS = re.compile(r"^(data|evals|experiments\.claims|model|parallel|tasks|train)\.config$")
-"""The packages' own config sections: below everything, they know of mistakes only."""
+"""The packages' own config sections: below everything else."""
 
 ENVIRONMENT_READERS = {"train.entry", "cli.main", "cli.distributed", "bench.stepping"}
 PRINTERS = {"utils.logging"}
@@ -227,12 +228,12 @@ def may_import(importer: str, imported: str) -> bool:
     if importer == "":
         return imported in PUBLIC
     if SECTIONS.match(importer):
-        return imported in ("utils.errors", "tasks.config")
+        return imported in ("utils.errors", "utils.settings", "tasks.config")
     package, _, name = imported.partition(".")
     if importer.startswith("utils."):
         return package == "utils" and name in UTILS[importer.removeprefix("utils.")]
     if importer == "config_loading":
-        return imported == "utils.errors"
+        return imported in ("utils.errors", "utils.settings")
     part = part_of(importer)
     allowed = (part, *MAY_IMPORT[part])
     return (

@@ -4,77 +4,77 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from alibi_lm.utils.errors import Problem
+from alibi_lm.utils.settings import Distinct, Section, rule
 
 
 @dataclass
-class GroupConfig:
+class GroupConfig(Section):
     """Models that differ in a few settings, each trained from the same seeds."""
 
     base: dict[str, Any] = field(default_factory=dict)
     """Config of every run of the group, without `run` and `train.seed`."""
     models: dict[str, Any] = field(default_factory=dict)
     """Name of a model: the settings in which it differs from `base`, dotted or nested."""
-    seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
+    seeds: Annotated[list[NonNegativeInt], Distinct] = field(default_factory=lambda: [0, 1, 2])
     """train.seed of each model's runs. Equal seeds see the same samples: differences are paired."""
-    lengths: list[int] = field(default_factory=list)
+    lengths: list[PositiveInt] = field(default_factory=list)
     """Lengths to judge the models at: tokens, or items of generalization tasks."""
-    num_trials: int = 50
+    num_trials: PositiveInt = 50
     """Prompts a cell, where prompts are put to the models."""
-    max_tokens: int | None = None
+    max_tokens: PositiveInt | None = None
     """Tokens of the validation corpora that are scored; by default all of long documents."""
-    truncated_context_targets: int = 2000
+    truncated_context_targets: PositiveInt = 2000
     """Size of the sample on which the null model is scored."""
 
-    def problems(self, key: str) -> Iterator[Problem]:
-        """The rules of this section that are broken."""
+    @rule
+    def _models_have_seeds_and_lengths(self) -> Iterator[Problem]:
         if self.models and not self.seeds:
-            yield Problem(f"{key}seeds", self.seeds, "is empty", "give for example [0, 1, 2]")
-        if len(set(self.seeds)) != len(self.seeds) or any(seed < 0 for seed in self.seeds):
-            yield Problem(f"{key}seeds", self.seeds, "names a seed twice or a negative one",
-                          "give different seeds of 0 or more")  # fmt: skip
-        if self.models and (not self.lengths or min(self.lengths) < 1):
-            yield Problem(f"{key}lengths", self.lengths, "is empty or not positive",
-                          "give lengths of at least 1")  # fmt: skip
-        for name in ("num_trials", "max_tokens", "truncated_context_targets"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                yield Problem(f"{key}{name}", value, "is not positive", "give at least 1")
+            yield Problem("seeds", self.seeds, "is empty", "give for example [0, 1, 2]")
+        if self.models and not self.lengths:
+            yield Problem("lengths", self.lengths, "is empty", "give at least one length")
+
+    @rule
+    def _models_have_plain_names(self) -> Iterator[Problem]:
         for name in self.models:
             if not name.replace("-", "").replace("_", "").isalnum():
-                yield Problem(f"{key}models.{name}", None, "is no plain name",
-                              "use letters, digits, - and _")  # fmt: skip
+                fix = "use letters, digits, - and _"
+                yield Problem(f"models.{name}", None, "is no plain name", fix)
+
+    @rule
+    def _the_suite_sets_run_and_seed(self) -> Iterator[Problem]:
         if "run" in self.base or "seed" in self.base.get("train", {}):
-            yield Problem(f"{key}base", None, "sets run or train.seed, which the suite sets itself",
-                          f"take them out; seeds are {key}seeds")  # fmt: skip
+            rule = "sets run or train.seed, which the suite sets itself"
+            yield Problem("base", None, rule, "take them out; seeds are given by seeds")
 
 
 @dataclass
-class CostConfig:
+class CostConfig(Section):
     """Training steps of several position schemes, timed in one process."""
 
-    lengths: list[int] = field(default_factory=lambda: [512])
+    lengths: list[PositiveInt] = field(default_factory=lambda: [512])
     """Tokens of a sample."""
-    tokens: int = 4096
+    tokens: PositiveInt = 4096
     """Tokens of a step."""
-    repeats: int = 7
+    repeats: Annotated[int, Field(ge=3)] = 7
     """Interleaved repetitions of each."""
     model: dict[str, Any] = field(default_factory=dict)
     """The model, without its position scheme."""
 
-    def problems(self, key: str) -> Iterator[Problem]:
-        """The rules of this section that are broken."""
-        if self.repeats < 3:
-            yield Problem(f"{key}repeats", self.repeats, "is less than 3", "give at least 3")
-        for length in self.lengths:
-            if not 1 <= length <= self.tokens:
-                yield Problem(f"{key}lengths", length, f"is not in 1 to {key}tokens", "change it")
+    @rule
+    def _lengths_fit_a_step(self) -> Iterator[Problem]:
+        for index, length in enumerate(self.lengths):
+            if length > self.tokens:
+                rule = f"exceeds tokens = {self.tokens}"
+                yield Problem(f"lengths.{index}", length, rule, "lower it")
 
 
 @dataclass
-class ClaimsConfig:
+class ClaimsConfig(Section):
     """Everything that a claims suite's YAML can hold."""
 
     results: str = "evals/results/claims"

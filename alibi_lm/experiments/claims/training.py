@@ -14,7 +14,7 @@ from typing import Any
 
 from alibi_lm.checkpoint.step import Step, open_run
 from alibi_lm.config import Config
-from alibi_lm.config_loading import apply_overrides, build, flatten, json_copy, to_dict, to_yaml
+from alibi_lm.config_loading import apply_overrides, build, flatten, to_dict, to_yaml
 from alibi_lm.experiments.claims.config import ClaimsConfig
 from alibi_lm.train.checkpointing.resume import config_problems
 from alibi_lm.utils.errors import CheckpointError, ConfigError, Problem
@@ -80,7 +80,7 @@ def members(suite: ClaimsConfig) -> list[Member]:
 
 
 def _config(base: Mapping[str, Any], changes: Mapping[str, Any], seed: int, folder: Path) -> Config:
-    raw = json_copy(base)
+    raw = to_dict(base)
     raw["run"] = {"dir": str(folder)}
     settings = flatten(changes) if changes else {}
     texts = [f"{key}={json.dumps(value)}" for key, value in settings.items()]

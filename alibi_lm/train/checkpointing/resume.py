@@ -1,7 +1,8 @@
-"""Finding the checkpoint that a run goes on from, and whether its config allows it."""
+"""Finding the checkpoint to resume from, and whether the config allows it."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,12 @@ from alibi_lm.checkpoint.folder import (
 from alibi_lm.config import Config, load_config
 from alibi_lm.config_loading import flatten
 from alibi_lm.parallel.process_group import gather, rank, world_size
+from alibi_lm.train.config import TrainConfig
+from alibi_lm.train.schedule import learning_rate
 from alibi_lm.utils.errors import CheckpointError, ConfigError, Problem
 from alibi_lm.utils.logging import console
 
-# What may change when a run goes on; everything else would make it another experiment.
+# What may change on resume; everything else would make it another experiment.
 MAY_CHANGE = (
     "run.dir",
     "parallel",
@@ -103,10 +106,24 @@ def find_checkpoint(run: Path) -> tuple[Path, dict[str, Any]] | None:
     return None
 
 
+def schedule_change(old: TrainConfig, new: TrainConfig, step: int) -> str | None:
+    """One line about how a new `num_steps` moves the learning rate of the next step, or None."""
+    before, now = learning_rate(old, step), learning_rate(new, step)
+    if math.isclose(before, now):
+        return None
+    return (
+        f"train.num_steps = {new.num_steps:,} (was {old.num_steps:,}) changes the learning rate at "
+        f"step {step:,} from {before:.3g} to {now:.3g}: schedule {new.schedule} depends on it"
+    )
+
+
 def check_resumable(
     folder: Path, meta: dict[str, Any], config: Config, data: dict[str, Any]
-) -> None:
-    """Refuse to go on with what would be another experiment.
+) -> Config:
+    """Refuse to resume what would be another experiment.
+
+    Returns:
+        The config that the checkpoint was saved with.
 
     Raises:
         ConfigError: naming every setting that differs and may not.
@@ -123,3 +140,4 @@ def check_resumable(
         )
     if problems:
         raise ConfigError(*problems)
+    return old

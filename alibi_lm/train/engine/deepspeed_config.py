@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from alibi_lm.config import Config
-from alibi_lm.config_loading import json_copy, nearest
+from alibi_lm.config_loading import flatten
 from alibi_lm.utils.errors import ConfigError, Problem
+from alibi_lm.utils.settings import UnknownSetting, applicable, nearest
 
 # What both sides need is set once, in our sections. DeepSpeed's name: our key.
 MANAGED_KEYS = {
@@ -35,12 +39,13 @@ MANAGED_KEYS = {
     "activation_checkpointing": "train.activation_checkpointing",
 }
 
-# DeepSpeed reads the keys it knows and ignores the rest without a word, so the rest is refused.
+# DeepSpeed reads the keys it knows and silently ignores the rest, so we refuse the rest.
+NUMBER = (int, float)
 SCALARS: dict[str, tuple[type, ...]] = {
     "zero_allow_untested_optimizer": (bool,),
     "zero_force_ds_cpu_optimizer": (bool,),
     "prescale_gradients": (bool,),
-    "gradient_predivide_factor": (int, float),
+    "gradient_predivide_factor": NUMBER,
     "disable_allgather": (bool,),
     "disable_python_gc": (bool,),
     "dump_state": (bool,),
@@ -48,15 +53,17 @@ SCALARS: dict[str, tuple[type, ...]] = {
     "memory_breakdown": (bool,),
     "log_level": (str,),
 }
-SECTION_KEYS: dict[str, tuple[str, ...]] = {
-    "comms_logger": ("enabled", "prof_all", "prof_ops", "verbose", "debug"),
-    "csv_monitor": ("enabled", "output_path", "job_name"),
-    "flops_profiler": ("enabled", "recompute_fwd_factor", "profile_step", "module_depth",
-                       "top_modules", "detailed", "output_file"),
-    "aio": ("block_size", "queue_depth", "intra_op_parallelism", "single_submit",
-            "overlap_events", "use_gds"),
-}  # fmt: skip
-# Keys that DeepSpeed takes and that would break what a run is promised: what they must be left at.
+SECTION_KEYS: dict[str, dict[str, tuple[type, ...]]] = {
+    "comms_logger": dict.fromkeys(("enabled", "prof_all", "verbose", "debug"), (bool,))
+    | {"prof_ops": (list,)},
+    "csv_monitor": {"enabled": (bool,), "output_path": (str,), "job_name": (str,)},
+    "flops_profiler": dict.fromkeys(("enabled", "detailed"), (bool,))
+    | dict.fromkeys(("profile_step", "module_depth", "top_modules"), (int,))
+    | {"recompute_fwd_factor": NUMBER, "output_file": (str, type(None))},
+    "aio": dict.fromkeys(("block_size", "queue_depth", "intra_op_parallelism"), (int,))
+    | dict.fromkeys(("single_submit", "overlap_events", "use_gds"), (bool,)),
+}
+# Keys that would break a guarantee of ours: the value they must keep, and what they would break.
 _EXACT = "has not been shown to resume exactly"
 _ROUNDED = "rounds what the ranks send each other, so that the losses are others"
 _HALF = "keeps in 16 bits what is kept and saved in fp32"
@@ -94,22 +101,41 @@ def deepspeed_block(config: Config) -> dict[str, Any]:
     """The user's `deepspeed:` block, read from its JSON file where it is a path.
 
     Raises:
-        ConfigError: the file is missing or not a JSON mapping.
+        ConfigError: the file is missing, is not a JSON mapping, or gives a key twice.
     """
     if not isinstance(config.deepspeed, str):
-        return json_copy(config.deepspeed)
+        return copy.deepcopy(config.deepspeed)
     path = Path(config.deepspeed)
     try:
-        block = json.loads(path.read_text(encoding="utf-8"))
+        block = json.loads(
+            path.read_text(encoding="utf-8"),
+            object_pairs_hook=_mapping,
+            parse_constant=_refuse_constant,
+        )
+        if not isinstance(block, dict):
+            raise ValueError("is not a mapping")
     except FileNotFoundError:
         problem = Problem("deepspeed", config.deepspeed, "no such file", "check the path")
         raise ConfigError(problem) from None
-    except (OSError, ValueError) as error:
-        rule = f"is not JSON ({' '.join(str(error).split())})"
-        raise ConfigError(Problem("deepspeed", config.deepspeed, rule, "mend it")) from None
-    if not isinstance(block, dict):
-        raise ConfigError(Problem("deepspeed", config.deepspeed, "is not a mapping", "mend it"))
+    except (OSError, ValueError, RecursionError) as error:
+        rule = " ".join(str(error).split())
+        if isinstance(error, json.JSONDecodeError | OSError | UnicodeDecodeError):
+            rule = f"is not JSON ({rule})"
+        raise ConfigError(Problem("deepspeed", config.deepspeed, rule, "correct it")) from None
     return block
+
+
+def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"gives the key {twice!r} twice")
+    return result
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"holds {name}, which is not JSON")
 
 
 DEFAULT_STAGE = 1
@@ -133,79 +159,109 @@ def block_problems(block: dict[str, Any]) -> Iterator[Problem]:
             near = nearest(key, [*PASSTHROUGH_KEYS, *MANAGED_KEYS])
             fix = f"did you mean deepspeed.{near}?" if near else "take it out"
             yield Problem(name, None, "is no key of DeepSpeed, which would ignore it", fix)
-    for key, kinds in SCALARS.items():
-        if key in block and type(block[key]) not in kinds:
-            rule = f"is not {' or '.join(kind.__name__ for kind in kinds)}"
-            yield Problem(f"deepspeed.{key}", block[key], rule, "see DeepSpeed's docs")
-    for key, names in SECTION_KEYS.items():
-        section = block.get(key, {})
-        if not isinstance(section, dict):
-            yield Problem(f"deepspeed.{key}", section, "is not a mapping", "write key: value")
-            continue
-        for name in section.keys() - set(names):
-            near = nearest(str(name), names)
-            fix = f"did you mean {near}?" if near else f"keys here: {', '.join(names)}"
-            yield Problem(f"deepspeed.{key}.{name}", None, "unknown key", fix)
     for key in ("bf16", "fp16"):
-        section = block.get(key, {})
-        if isinstance(section, dict) and "enabled" in section:
-            yield Problem(
-                f"deepspeed.{key}.enabled",
-                section["enabled"],
-                "is set once, in our sections",
-                "use train.precision",
-            )
-    yield from _section_problems(block)
+        if (enabled := _at(block, f"{key}.enabled")) is not None:
+            rule = "is set once, in our sections"
+            yield Problem(f"deepspeed.{key}.enabled", enabled, rule, "use train.precision")
+    passed_on = {key: value for key, value in block.items() if key in PASSTHROUGH_KEYS}
+    auto = [name for name, value in flatten(passed_on, "deepspeed").items() if value == "auto"]
+    for name in auto:
+        if not name.endswith(".enabled"):
+            rule = "is a placeholder of Hugging Face's Trainer, which DeepSpeed drops"
+            yield Problem(name, "auto", rule, "give a value, or leave it out for the default")
+    yield from _type_problems("deepspeed", block, SCALARS)
+    for key, types in SECTION_KEYS.items():
+        if isinstance(section := block.get(key, {}), dict):
+            for name in section.keys() - types.keys():
+                yield _unknown_key(f"deepspeed.{key}", str(name), types)
+            yield from _type_problems(f"deepspeed.{key}", section, types)
+    for key in (*SECTION_KEYS, *_MODELS):
+        if not isinstance(block.get(key, {}), dict):
+            yield Problem(f"deepspeed.{key}", block[key], "is not a mapping", "write key: value")
+    if not auto:
+        yield from _section_problems(block)
+
+
+def _type_problems(
+    prefix: str, values: dict[str, Any], types: dict[str, tuple[type, ...]]
+) -> Iterator[Problem]:
+    for key, kinds in types.items():
+        if key in values and type(values[key]) not in kinds and values[key] != "auto":
+            rule = f"is not {' or '.join(kind.__name__ for kind in kinds)}"
+            yield Problem(f"{prefix}.{key}", values[key], rule, "see DeepSpeed's docs")
+
+
+def _unknown_key(prefix: str, name: str, names: Iterable[str]) -> Problem:
+    near = nearest(name, names)
+    fix = f"did you mean {near}?" if near else f"keys here: {', '.join(names)}"
+    return Problem(f"{prefix}.{name}", None, "unknown key", fix)
+
+
+_MODELS = {
+    "zero_optimization": ("zero.config", "DeepSpeedZeroConfig"),
+    "bf16": ("precision_config", "DeepSpeedBF16Config"),
+    "fp16": ("precision_config", "DeepSpeedFP16Config"),
+}
+"""DeepSpeed's pydantic models of the sections that have one."""
 
 
 def _section_problems(block: dict[str, Any]) -> Iterator[Problem]:
-    # Imported here: DeepSpeed takes seconds to import, and only training needs it.
-    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-
-    models = {
-        "zero_optimization": DeepSpeedZeroConfig,
-        "bf16": DeepSpeedBF16Config,
-        "fp16": DeepSpeedFP16Config,
-    }
-    for key, model in models.items():
-        if key not in block:
-            continue
-        section = block[key]
+    for key, (module, name) in _MODELS.items():
+        section = block.get(key)
         if not isinstance(section, dict):
-            yield Problem(f"deepspeed.{key}", section, "is not a mapping", "write key: value")
             continue
-        names = [*model.model_fields, *(f.alias for f in model.model_fields.values() if f.alias)]
+        # Imported here: DeepSpeed takes seconds to import, and only training needs it.
+        model = getattr(import_module(f"deepspeed.runtime.{module}"), name)
         # As it will be read: some rules hold only for a section that is in force.
         filled = {"stage": DEFAULT_STAGE} if key == "zero_optimization" else {"enabled": True}
         try:
-            model(**filled | section)
+            parsed = model(**filled | section)
         except ValidationError as error:
+            fields = model.model_fields
+            names = [*fields, *(field.alias for field in fields.values() if field.alias)]
             for item in error.errors():
-                path = ".".join(str(part) for part in (key, *item["loc"]))
+                path = ".".join(str(part) for part in ("deepspeed", key, *item["loc"]))
+                if item["type"] == "extra_forbidden":
+                    yield _unknown_key(path.rpartition(".")[0], str(item["loc"][-1]), names)
+                    continue
+                rule = item["msg"]
+                if item["type"] == "enum":  # an alias of a member repeats its value
+                    choices = re.split(r", | or ", item["ctx"]["expected"])
+                    rule = f"is not one of {', '.join(dict.fromkeys(choices))}"
                 value = item["input"] if item["loc"] else None
-                near = nearest(str(item["loc"][-1]), names) if item["loc"] else None
-                unknown = item["type"] == "extra_forbidden"
-                rule = "unknown key" if unknown else item["msg"]
-                fix = f"did you mean {near}?" if unknown and near else "see DeepSpeed's docs"
-                yield Problem(f"deepspeed.{path}", value, rule, fix)
+                yield Problem(path, value, rule, "see DeepSpeed's docs")
+        else:
+            yield from _converted(section, parsed, f"deepspeed.{key}")
     for path, (plain, rule) in REQUIRED_VALUES.items():
         value = _at(block, path)
         if value not in (None, plain):
             yield Problem(f"deepspeed.{path}", value, rule, "leave it out")
-    zero = block.get("zero_optimization")
-    if isinstance(zero, dict):
-        yield from _zero_problems(zero)
-
-
-def _zero_problems(zero: dict[str, Any]) -> Iterator[Problem]:
-    if isinstance(zero.get("stage"), bool):
-        yield Problem("deepspeed.zero_optimization.stage", zero["stage"], "is not a number",
-                      "give 0 to 3")  # fmt: skip
     for name in ("offload_optimizer", "offload_param"):
-        if _at(zero, f"{name}.device") == "nvme":
-            yield Problem(f"deepspeed.zero_optimization.{name}.device", "nvme", _NOT_SAVED,
-                          "use cpu")  # fmt: skip
+        path = f"zero_optimization.{name}.device"
+        if _at(block, path) == "nvme":
+            yield Problem(f"deepspeed.{path}", "nvme", _NOT_SAVED, "use cpu")
+
+
+def _converted(section: dict[str, Any], parsed: BaseModel, path: str) -> Iterator[Problem]:
+    """Values that DeepSpeed reads as other ones, such as "1" as 1 or true as 1."""
+    fields = type(parsed).model_fields
+    names = {field.alias: name for name, field in fields.items()}
+    for key, given in section.items():
+        name = names.get(key, key)
+        extra = fields[name].json_schema_extra
+        if isinstance(extra, dict) and extra.get("deprecated"):
+            fix = f"use {extra['new_param']}" if "new_param" in extra else "take it out"
+            yield Problem(f"{path}.{key}", given, "is deprecated in DeepSpeed", fix)
+            continue
+        value = getattr(parsed, name)
+        if isinstance(value, BaseModel) and isinstance(given, dict):
+            yield from _converted(given, value, f"{path}.{key}")
+        elif given is None or isinstance(value, Path):
+            continue
+        elif value != given or isinstance(value, bool) != isinstance(given, bool):
+            rule = f"is read by DeepSpeed as {json.dumps(value, default=str)}"
+            shown = json.dumps(given, default=str)
+            yield Problem(f"{path}.{key}", shown, rule, "write that, or leave it out")
 
 
 def _at(block: Any, path: str) -> Any:
@@ -217,62 +273,75 @@ def _at(block: Any, path: str) -> Any:
 
 def stage_problems(config: Config, block: dict[str, Any]) -> Iterator[Problem]:
     """Whether a valid block goes with the precision, the pipeline and its own ZeRO stage."""
-    stage, precision = zero_stage(block), config.train.precision
-    if config.parallel.pp > 1 and stage > 1:
-        yield Problem(
-            "deepspeed.zero_optimization.stage",
-            stage,
-            f"splits gradients, which a pipeline (parallel.pp = {config.parallel.pp}) sums up "
-            "over micro-batches",
-            "use stage 0 or 1, or parallel.pp=1",
-        )
-    if stage == 0 and precision != "fp32":
-        yield Problem(
-            "deepspeed.zero_optimization.stage",
-            0,
-            f"keeps no fp32 gradients beside {precision} weights",
-            "use stage 1 or higher, or train.precision=fp32",
-        )
-    if config.parallel.pp > 1:
-        for key in ("wall_clock_breakdown", "flops_profiler.enabled"):
-            if _at(block, key):
-                rule = "fails in DeepSpeed's pipeline, whose timers start twice"
-                yield Problem(f"deepspeed.{key}", True, rule, "leave it out, or parallel.pp=1")
-    if stage == 3:
-        if config.train.compile:
-            rule = "leaves nothing to fuse with ZeRO stage 3, which stops at every layer"
-            yield Problem("train.compile", True, rule, "leave it out, or use stage 1 or 2")
-        for key, plain in (("prescale_gradients", False), ("gradient_predivide_factor", 1)):
-            if block.get(key, plain) != plain:
-                rule = "does not go with ZeRO stage 3"
-                yield Problem(f"deepspeed.{key}", block[key], rule, "leave it out")
+    yield from applicable(_pipeline_problems(config, block))
+    yield from applicable(_precision_problems(config, block))
+    yield from applicable(_stage_3_problems(config, block))
 
 
-def batch_problems(config: Config, num_data_ranks: int) -> Iterator[Problem]:
+_STAGE = "deepspeed.zero_optimization.stage"
+
+
+def _pipeline_problems(config: Config, block: dict[str, Any]) -> Iterator[Problem]:
+    if config.parallel.pp == 1:
+        return
+    if (stage := zero_stage(block)) > 1:
+        rule = (
+            f"splits gradients, which a pipeline (parallel.pp = {config.parallel.pp}) sums over "
+            "micro-batches"
+        )
+        yield Problem(_STAGE, stage, rule, "use stage 0 or 1, or parallel.pp=1")
+    for key in ("wall_clock_breakdown", "flops_profiler.enabled"):
+        if _at(block, key):
+            rule = "fails in DeepSpeed's pipeline, whose timers start twice"
+            yield Problem(f"deepspeed.{key}", True, rule, "leave it out, or parallel.pp=1")
+
+
+def _precision_problems(config: Config, block: dict[str, Any]) -> Iterator[Problem]:
+    if zero_stage(block) == 0 and config.train.precision != "fp32":
+        rule = f"keeps no fp32 gradients beside {config.train.precision} weights"
+        yield Problem(_STAGE, 0, rule, "use stage 1 or higher, or train.precision=fp32")
+
+
+def _stage_3_problems(config: Config, block: dict[str, Any]) -> Iterator[Problem]:
+    if zero_stage(block) != 3:
+        return
+    for key, plain in (("prescale_gradients", False), ("gradient_predivide_factor", 1)):
+        if block.get(key, plain) != plain:
+            rule = "does not go with ZeRO stage 3"
+            yield Problem(f"deepspeed.{key}", block[key], rule, "leave it out")
+    if config.train.compile:
+        rule = "leaves nothing to fuse with ZeRO stage 3, which stops at every layer"
+        yield Problem("train.compile", True, rule, "leave it out, or use stage 1 or 2")
+
+
+def batch_problems(config: Config, num_ranks: int) -> Iterator[Problem]:
     """Whether micro-batch, accumulation and ranks multiply to the global batch size."""
     train = config.train
-    run_on_all_ranks = train.micro_batch_size * num_data_ranks
-    accumulation = train.gradient_accumulation_steps
-    if run_on_all_ranks < 1:
-        return  # the section's own rules say so
-    if accumulation is None:
-        if train.global_batch_size % run_on_all_ranks:
-            yield Problem(
-                "train.global_batch_size",
-                train.global_batch_size,
-                f"is no multiple of train.micro_batch_size = {train.micro_batch_size} "
-                f"x {num_data_ranks} data-parallel ranks",
-                f"use for example {_round_up(train.global_batch_size, run_on_all_ranks)}",
-            )
-    elif run_on_all_ranks * accumulation != train.global_batch_size:
-        yield Problem(
-            "train.global_batch_size",
-            train.global_batch_size,
-            f"is not train.micro_batch_size = {train.micro_batch_size} x "
-            f"train.gradient_accumulation_steps = {accumulation} x {num_data_ranks} "
-            f"data-parallel ranks = {run_on_all_ranks * accumulation}",
-            "change one of them, or leave the accumulation out",
-        )
+    micro, accumulation = train.micro_batch_size, train.gradient_accumulation_steps
+    factors = f"train.micro_batch_size = {micro}"
+    if accumulation is not None:
+        factors += f" x train.gradient_accumulation_steps = {accumulation}"
+    data_ranks = _data_ranks(config, num_ranks)
+    if data_ranks is not None:
+        factors += f" x {data_ranks} data-parallel ranks"
+    product = micro * (accumulation or 1) * (data_ranks or 1)
+    if train.global_batch_size % product:
+        rule = f"is no multiple of {factors}"
+        fix = f"use for example {_round_up(train.global_batch_size, product)}"
+        yield Problem("train.global_batch_size", train.global_batch_size, rule, fix)
+    elif accumulation and data_ranks and train.global_batch_size != product:
+        rule = f"is not {factors} = {product}"
+        fix = "change one of them, or leave the accumulation out"
+        yield Problem("train.global_batch_size", train.global_batch_size, rule, fix)
+
+
+def _data_ranks(config: Config, num_ranks: int) -> int | None:
+    """Data-parallel ranks; None where the layout itself is wrong."""
+    try:
+        data_ranks, rest = divmod(num_ranks, config.parallel.tp * config.parallel.pp)
+    except UnknownSetting:
+        return None
+    return None if rest else data_ranks
 
 
 def _round_up(value: int, multiple: int) -> int:

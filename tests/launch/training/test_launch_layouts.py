@@ -102,6 +102,6 @@ def test_a_layout_that_cannot_be_is_refused_at_the_start(tmp_path: Path) -> None
     done = launch(path, "parallel.tp=3", "parallel.pp=3", ranks=0, code=2)
     message = "\n".join(error_lines(done)) + done.stderr
     assert "does not divide model.num_heads = 4" in message
-    assert "parallel.pp = 3: is more than model.num_layers = 2" in message
+    assert "parallel.pp = 3: exceeds model.num_layers = 2" in message
     assert "does not divide the 1 ranks" in message
     assert not (path.parent / "run").exists()

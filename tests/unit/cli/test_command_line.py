@@ -91,7 +91,7 @@ def test_exit_codes_are_documented() -> None:
         (["ex"], ["export"]),
         (["checkpoint", ""], ["convert", "list", "verify"]),
         (["export", "--par"], ["--parity"]),
-        (["export", "--dtype", "f"], ["fp16", "fp32"]),
+        (["export", "--precision", "f"], ["fp16", "fp32"]),
         (["eval", "perp"], ["perplexity"]),
     ],
     ids=" ".join,

@@ -167,7 +167,7 @@ def test_ntk_with_a_head_count_that_is_no_power_of_two(num_heads: int) -> None:
          ["scaling.factors"]),
         ({"position": "rotary",
           "scaling": scaled("longrope", 2, original_length=9, factors=[1, 1, 0, 1])},
-         ["scaling.factors"]),
+         ["scaling.factors.2"]),
         ({"position": "rotary", "hidden_size": 12, "scaling": scaled("ntk", 2)},
          ["scaling.kind"]),
         ({"num_heads": 1, "scaling": scaled("ntk", 2)}, ["scaling.kind"]),

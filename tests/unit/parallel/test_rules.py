@@ -57,7 +57,7 @@ def test_a_pipeline_is_refused_along_with_the_rest(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         read(tmp_path, 4, {"tp": 5, "pp": 13}, stage=2)
     for part in ("deepspeed.zero_optimization.stage = 2: ",
-                 "parallel.pp = 13: is more than model.num_layers = 12",
+                 "parallel.pp = 13: exceeds model.num_layers = 12",
                  "parallel.tp = 5: does not divide model.num_heads = 12",
                  "parallel = tp 5 x pp 13: does not divide the 4 ranks"):  # fmt: skip
         assert part in str(caught.value)
@@ -66,9 +66,9 @@ def test_a_pipeline_is_refused_along_with_the_rest(tmp_path: Path) -> None:
 def test_a_section_s_own_mistake_does_not_hide_the_layout_s(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         read(tmp_path, 4, {"tp": 5, "pp": 13}, stage=2, initializer_range=-1.0)
-    for part in ("model.initializer_range = -1.0: ",
+    for part in ("model.initializer_range = -1: is not positive",
                  "deepspeed.zero_optimization.stage = 2: ",
-                 "parallel.pp = 13: is more than model.num_layers = 12",
+                 "parallel.pp = 13: exceeds model.num_layers = 12",
                  "parallel.tp = 5: does not divide model.num_heads = 12",
                  "parallel = tp 5 x pp 13: does not divide the 4 ranks"):  # fmt: skip
         assert part in str(caught.value)
@@ -92,3 +92,26 @@ def test_sizes_that_are_none_are_named_and_divide_nothing(
     path.write_text(to_yaml(raw), encoding="utf-8")
     with pytest.raises(ConfigError, match=rf"{key} = {value}: is not positive"):
         read_config(path, [], 4)
+
+
+def test_independent_mistakes_of_four_sections_are_named_in_one_round(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("run: {dir: none}\ndata: {corpora: [{prefix: none}]}\n", encoding="utf-8")
+    command = (
+        "train.precision=bfloat16 model.hidden_size=130 train.global_batch_size=17 parallel.tp=3"
+    )
+    for num_ranks in (1, 3):
+        with pytest.raises(ConfigError) as caught:
+            read_config(
+                path, [*command.split(), "deepspeed={zero_optimization: {stage: 9}}"], num_ranks
+            )
+        for part in (
+            "train.precision = bfloat16: is not one of fp32, bf16, fp16",
+            "model.num_heads = 8: does not divide hidden_size = 130",
+            "train.global_batch_size = 17: is no multiple of train.micro_batch_size = 4",
+            "parallel.tp = 3: does not divide model.num_heads = 8",
+            "deepspeed.zero_optimization.stage = 9: is not one of 0, 1, 2, 3;",
+        ):
+            assert part in str(caught.value)
+        layout = "tp 3 x pp 1: does not divide the 1 ranks"
+        assert (layout in str(caught.value)) == (num_ranks == 1)

@@ -127,7 +127,7 @@ def test_an_assumed_vocabulary_is_said(tmp_path: Path, monkeypatch: pytest.Monke
     ("arguments", "words"),
     [
         (["--num-ranks", 2, "parallel.tp=3"], "parallel.tp = 3: does not divide"),
-        (["--num-ranks", 8, "parallel.pp=8"], "is more than model.num_layers"),
+        (["--num-ranks", 8, "parallel.pp=8"], "exceeds model.num_layers"),
         (["--num-ranks", 3], "train.global_batch_size"),
         (
             ["--num-ranks", 2, "parallel.pp=2", "deepspeed.zero_optimization.stage=3"],

@@ -235,10 +235,10 @@ def test_it_is_run_once(
 
 def test_settings_are_checked() -> None:
     for wrong, message in [
-        ({"lengths": []}, "give lengths in items"),
+        ({"lengths": []}, r"lengths = \[\]: is empty"),
         ({"lengths": [5, 5]}, "twice"),
-        ({"tasks": []}, "at least one task"),
-        ({"tasks": ["copy", "copy"]}, "names a task twice"),
+        ({"tasks": []}, "at least one"),
+        ({"tasks": ["copy", "copy"]}, "names copy twice"),
         ({"threshold": 0}, "threshold"),
         ({"num_trials": 0}, "num_trials"),
         ({"seed": -1}, "seed"),

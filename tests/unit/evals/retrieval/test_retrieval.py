@@ -252,7 +252,7 @@ def test_wrong_settings_are_refused_together(
     keys = {problem.key for problem in error.value.problems}
     assert keys == {
         "retrieval.tasks", "retrieval.threshold", "retrieval.sizes.mqar_num_queries",
-        "retrieval.sizes.fwe_num_words", "retrieval.lengths",
+        "retrieval.sizes.fwe_num_words", "retrieval.lengths.0",
     }  # fmt: skip
     eval_model = subject_of(tmp_path, prefix, tokenizer)
     with pytest.raises(DataError, match="no such file"):

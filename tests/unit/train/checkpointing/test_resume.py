@@ -1,4 +1,4 @@
-"""Which settings may change when a run goes on."""
+"""Which settings may change on resume, and what is said about them."""
 
 from typing import Any
 
@@ -6,7 +6,12 @@ import pytest
 
 from alibi_lm.config import Config
 from alibi_lm.config_loading import build, to_dict
-from alibi_lm.train.checkpointing.resume import MAY_CHANGE, config_problems, data_problems
+from alibi_lm.train.checkpointing.resume import (
+    MAY_CHANGE,
+    config_problems,
+    data_problems,
+    schedule_change,
+)
 
 
 def config(**changes: Any) -> Config:
@@ -68,3 +73,29 @@ def test_every_name_in_the_list_is_a_setting() -> None:
         for part in name.split("."):
             assert hasattr(value, part), name
             value = getattr(value, part)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "step", "line"),
+    [
+        ("cosine", 1000, "step 1,000 from 0 to 0.0005: schedule cosine depends on it"),
+        ("cosine", 500, "step 500 from 0.0005 to 0.000854: schedule cosine depends on it"),
+        ("linear", 500, "step 500 from 0.0005 to 0.00075: schedule linear depends on it"),
+        ("wsd", 950, "step 950 from 0.0005 to 0.001: schedule wsd depends on it"),
+        ("wsd", 500, None),
+        ("constant", 1000, None),
+        ("inverse_sqrt", 1000, None),
+    ],
+)
+def test_a_new_number_of_steps_says_how_it_moves_the_learning_rate(
+    schedule: str, step: int, line: str | None
+) -> None:
+    old = config(train__schedule=schedule, train__num_steps=1000)
+    new = config(train__schedule=schedule, train__num_steps=2000)
+    said = schedule_change(old.train, new.train, step)
+    assert schedule_change(old.train, old.train, step) is None
+    if line is None:
+        assert said is None
+    else:
+        start = "train.num_steps = 2,000 (was 1,000) changes the learning rate at "
+        assert said == start + line

@@ -39,5 +39,8 @@ def test_the_engine_hands_it_to_every_block(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize(("epsilon", "bad"), [(0.0, 0), (1e-6, 0), (1.0, 1), (-1e-6, 1)])
 def test_it_is_a_probability(epsilon: float, bad: int) -> None:
-    problems = list(TrainConfig(pruning_tolerance=epsilon).problems("train."))
-    assert [problem.key for problem in problems] == ["train.pruning_tolerance"] * bad
+    train = TrainConfig()
+    train.pruning_tolerance = epsilon
+    assert [problem.key for problem in train.problems("train.")] == [
+        "train.pruning_tolerance"
+    ] * bad

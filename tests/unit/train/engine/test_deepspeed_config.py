@@ -54,7 +54,7 @@ def text(block: dict[str, Any]) -> str:
         ({"wall_clock_breakdown": "ja"}, "is not bool"),
         ({"gradient_predivide_factor": "x"}, "is not int or float"),
         ({"zero_optimization": None}, "is not a mapping"),
-        ({"zero_optimization": {"stage": True}}, "is not a number"),
+        ({"zero_optimization": {"stage": True}}, "stage = true: is read by DeepSpeed as 1"),
         ({"zero_optimization": {"round_robin_gradients": True}}, "resume exactly"),
         ({"zero_optimization": {"zero_hpz_partition_size": 2}}, "resume exactly"),
         ({"zero_optimization": {"zero_quantized_weights": True}}, "rounds what the ranks send"),
@@ -82,6 +82,17 @@ def text(block: dict[str, Any]) -> str:
         ({"fp16": {"fp16_master_weights_and_grads": True}}, "is kept and saved in fp32"),
         ({"fp16": {"loss_scale_window": 0}}, "loss_scale_window must be > 0"),
         ({"activation_checkpointing": {}}, "use train.activation_checkpointing"),
+        ({"zero_optimization": {"stage": 7}}, "stage = 7: is not one of 0, 1, 2, 3;"),
+        ({"zero_optimization": {"stage": "1"}}, 'stage = "1": is read by DeepSpeed as 1'),
+        ({"zero_optimization": {"overlap_comm": "yes"}}, 'overlap_comm = "yes": is read by'),
+        (
+            {"zero_optimization": {"leaf_module": {"classes": "a"}}},
+            'leaf_module.classes = "a": is read by DeepSpeed as ["a"]',
+        ),
+        ({"zero_optimization": {"cpu_offload": True}}, "is deprecated in DeepSpeed; use offload_o"),
+        ({"fp16": {"loss_scale": "128"}}, 'deepspeed.fp16.loss_scale = "128": is read'),
+        ({"aio": {"block_size": "1"}}, "deepspeed.aio.block_size = 1: is not int"),
+        ({"comms_logger": {"prof_ops": "all"}}, "prof_ops = all: is not list"),
         (
             {"zero_optimization": {"offload_optimizer": {"devise": "cpu"}}},
             "deepspeed.zero_optimization.offload_optimizer.devise",
@@ -90,6 +101,28 @@ def text(block: dict[str, Any]) -> str:
 )
 def test_a_mistake_in_the_block_is_named(block: dict[str, Any], part: str) -> None:
     assert part in text(block)
+
+
+@pytest.mark.parametrize(
+    ("block", "key"),
+    [
+        ({"zero_optimization": {"stage": "auto"}}, "zero_optimization.stage"),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "auto"}}},
+            "zero_optimization.offload_optimizer.device",
+        ),
+        ({"zero_optimization": {"reduce_bucket_size": "auto"}}, "zero_optimization.reduce_bucket"),
+        ({"fp16": {"loss_scale": "auto"}}, "fp16.loss_scale"),
+        ({"aio": {"block_size": "auto"}}, "aio.block_size"),
+        ({"prescale_gradients": "auto"}, "prescale_gradients"),
+        ({"zero_optimization": "auto"}, "zero_optimization"),
+    ],
+)
+def test_auto_is_refused_wherever_it_stands(block: dict[str, Any], key: str) -> None:
+    assert f"deepspeed.{key}" in text(block)
+    assert "= auto: is a placeholder of Hugging Face's Trainer, which DeepSpeed drops" in text(
+        block
+    )
 
 
 def test_a_right_block_passes() -> None:
@@ -209,3 +242,14 @@ def test_the_block_may_be_a_json_file(tmp_path: Path) -> None:
     path.write_text("{")
     with pytest.raises(ConfigError, match="is not JSON"):
         deepspeed_block(config(str(path)))
+    for twice in (
+        '{"zero_optimization": {"stage": 1}, "zero_optimization": {"stage": 0}}',
+        '{"zero_optimization": {"stage": 1, "stage": 0}}',
+    ):
+        path.write_text(twice)
+        with pytest.raises(ConfigError, match=r"gives the key '(zero_optimization|stage)' twice"):
+            deepspeed_block(config(str(path)))
+    for constant in ("NaN", "Infinity"):
+        path.write_text(f'{{"zero_optimization": {{"reduce_bucket_size": {constant}}}}}')
+        with pytest.raises(ConfigError, match=f"holds {constant}, which is not JSON"):
+            deepspeed_block(config(str(path)))
