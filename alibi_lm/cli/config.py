@@ -26,13 +26,14 @@ FILES = {
 """The kinds of YAML that are read, with their headings in the reference."""
 HEADER = """# Configuration reference
 
-Every key of every YAML file; `make reference` writes this page from the settings' types and docstrings.
-[Run configs](run-configs.md) says how a file is read and checked. The same settings are dataclasses in
-Python, such as `ModelConfig(num_layers=12)`, and are checked there by the same rules.
+Every key of every YAML file; `make reference` writes this page from the settings' types and
+docstrings. [Run configs](run-configs.md) says how a file is read and checked. The same settings are
+dataclasses in Python, such as `ModelConfig(num_layers=12)`, and are checked there by the same
+rules.
 
 Editors that know JSON schemas complete and check keys as you type: the configs in `configs/` name
-`configs/schema.json` in their first line. `alibi-lm config schema OUT --kind recipe` writes the schema of
-another kind of file.
+`configs/schema.json` in their first line. `alibi-lm config schema OUT --kind recipe` writes the
+schema of another kind of file.
 """
 
 

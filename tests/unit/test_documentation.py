@@ -29,8 +29,9 @@ READMES = sorted(
 TEXTS = sorted({*READMES, *PAGES})
 CONFIGS = sorted((REPOSITORY / "configs").rglob("*.yaml"))
 HISTORY = REPOSITORY / "CHANGELOG.md"
-GENERATED = REPOSITORY / "docs/configuration.md"
 """It names commands and paths that are gone."""
+GENERATED = REPOSITORY / "docs/configuration.md"
+"""By `make reference`; another test compares it with the settings, of all kinds of files."""
 
 
 def name_of(path: Path) -> str:
