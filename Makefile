@@ -63,9 +63,9 @@ reference: $(INSTALLED)
 
 test test-all: export DS_ACCELERATOR := cpu
 test: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow" --numprocesses auto --dist loadfile tests/unit
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow" --numprocesses auto --dist loadfile tests/unit tests/benchmarks
 	$(BIN)/pytest -m "not slow" tests/distributed tests/launch
 
 test-all: test
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow --numprocesses auto --dist loadfile tests/unit
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow --numprocesses auto --dist loadfile tests/unit tests/benchmarks
 	$(BIN)/pytest -m slow tests/distributed tests/launch

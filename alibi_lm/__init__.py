@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["Decoder", "ModelConfig", "Run", "load_corpus", "load_run"]
 
-_HOMES = {
+_MODULES = {
     "Decoder": "alibi_lm.model.decoder",
     "ModelConfig": "alibi_lm.model.config",
     "Run": "alibi_lm.loaded_run",
@@ -24,7 +24,12 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """The names of the Python interface, imported when asked for: torch takes seconds."""
-    if name not in _HOMES:
+    """Import a name of the Python interface on first use: torch takes seconds."""
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    """The names of the Python interface, imported or not."""
+    return sorted({*globals(), *__all__})

@@ -18,12 +18,16 @@ from alibi_lm.model.inference import generation
 from alibi_lm.utils.errors import CheckpointError, Problem
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Run:
     """One checkpoint of a run, ready for use. Make one with `load_run`."""
 
     step: Step
     dtype: torch.dtype = torch.float32
+
+    def __repr__(self) -> str:
+        """One line: the step folder and the dtype."""
+        return f"Run({str(self.step.folder)!r}, {self.dtype})"
 
     @property
     def config(self) -> Config:

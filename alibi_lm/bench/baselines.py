@@ -1,4 +1,6 @@
-"""Models of the same size, ours and others', each as a plain module that gives its mean loss."""
+"""The models that `bench train` compares: ours and others of the same size, as modules that return
+their mean loss.
+"""
 
 from __future__ import annotations
 
@@ -25,34 +27,35 @@ SIZES: dict[str, dict[str, int]] = {
     "125m": {"num_layers": 12, "hidden_size": 768, "num_heads": 12, "vocab_size": 32000},
 }
 DENSE = "alibi-dense"
-"""ALiBi whose attention leaves nothing out (`train.pruning_tolerance` 0)."""
+"""ALiBi with dense attention (`train.pruning_tolerance` 0)."""
 COMPILED = "alibi-compiled"
 """ALiBi whose blocks go through torch.compile (`train.compile`)."""
 OURS = ("alibi", DENSE, COMPILED, "alibi_learned", "none", "sinusoidal", "rotary", "t5")
 """This project's model with each position scheme."""
 SAME_PARAMETERS = ("alibi", DENSE, "none")
-"""Those of them that differ in nothing that is trained: `become` makes one of another."""
-STOCK = ("mpt", "bloom")
-"""Classes of transformers, with eager attention: they have no other."""
+"""Those of them with the same trained parameters: `become` turns one into another."""
+TRANSFORMERS = ("mpt", "bloom")
+"""Classes of transformers, with eager attention, the only kind they have."""
 X_TRANSFORMERS = "x-transformers"
 """Its decoder with `alibi_pos_bias` and fused attention."""
 
 
 @dataclass(frozen=True)
-class Shape:
-    """A model's size and its inputs."""
+class ModelSize:
+    """A model's size, and the length of its inputs."""
 
-    size: str
+    name: str
+    """A key of `SIZES`."""
     sequence_length: int
 
-    def model(self, position: str) -> ModelConfig:
-        """This project's config of it."""
+    def config(self, position: str) -> ModelConfig:
+        """The config of this project's model of this size."""
         position = "alibi" if position in (DENSE, COMPILED) else position
-        return build(ModelConfig, SIZES[self.size] | {"position": position})
+        return build(ModelConfig, SIZES[self.name] | {"position": position})
 
 
-class Losses(nn.Module):
-    """A model and how its mean loss is had from tokens [B, L + 1]."""
+class MeanLoss(nn.Module):
+    """A model whose forward pass is the mean loss in nats of tokens [B, L + 1]."""
 
     def __init__(self, model: nn.Module, loss: Callable[[nn.Module, Tensor], Tensor]) -> None:
         super().__init__()
@@ -60,57 +63,55 @@ class Losses(nn.Module):
         self.loss = loss
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """The mean loss in nats."""
+        """The mean loss."""
         return self.loss(self.model, tokens)
 
 
 def available(name: str) -> bool:
-    """Whether the peer's package is installed."""
-    package = {X_TRANSFORMERS: "x_transformers"}.get(name)
-    return package is None or importlib.util.find_spec(package) is not None
+    """Whether the package that a model needs is installed."""
+    return name != X_TRANSFORMERS or importlib.util.find_spec("x_transformers") is not None
 
 
 def import_packages(name: str) -> None:
-    """Import what a model needs, so that its memory is not taken for the model's."""
-    if name in STOCK:
+    """Import the packages of a model, to keep their memory out of the model's."""
+    if name in TRANSFORMERS:
         importlib.import_module(f"transformers.models.{name}.modeling_{name}")
     if name == X_TRANSFORMERS:
         importlib.import_module("x_transformers")
 
 
-def make(name: str, shape: Shape) -> Losses:
-    """The model of that name in fp32, its weights random."""
+def make(name: str, size: ModelSize) -> MeanLoss:
+    """The model of that name, randomly initialized, in fp32."""
     torch.manual_seed(0)
-    if name in STOCK:
-        return Losses(_stock(name, shape), _stock_loss)
+    if name in TRANSFORMERS:
+        return MeanLoss(_transformers_model(name, size), _transformers_loss)
     if name == X_TRANSFORMERS:
-        return Losses(_x_transformers(shape), _logits_loss)
-    losses = Losses(Decoder(shape.model(name)), _our_loss)
-    _set_epsilon(losses, name)
+        return MeanLoss(_x_transformers_model(size), _logits_loss)
+    model = MeanLoss(Decoder(size.config(name)), _decoder_loss)
+    _set_tolerance(model, name)
     if name == COMPILED:
-        compile_blocks(losses)
-    return losses
+        compile_blocks(model)
+    return model
 
 
-def become(losses: Losses, name: str, shape: Shape) -> None:
-    """Let one of `SAME_PARAMETERS` go on as another."""
-    slopes = head_slopes(shape.model(name))
-    for module in losses.modules():
+def become(model: MeanLoss, name: str, size: ModelSize) -> None:
+    """Turn one of `SAME_PARAMETERS` into another, weights unchanged."""
+    slopes = head_slopes(size.config(name))
+    for module in model.modules():
         if isinstance(module, Attention):
             module.slopes = slopes
-    _set_epsilon(losses, name)
+    _set_tolerance(model, name)
 
 
-def _set_epsilon(losses: Losses, name: str) -> None:
-    """What a run leaves out by default, or nothing."""
-    set_pruning_tolerance(losses, 0.0 if name == DENSE else TrainConfig().pruning_tolerance)
+def _set_tolerance(model: MeanLoss, name: str) -> None:
+    set_pruning_tolerance(model, 0.0 if name == DENSE else TrainConfig().pruning_tolerance)
 
 
-def _our_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+def _decoder_loss(model: nn.Module, tokens: Tensor) -> Tensor:
     return model(tokens[:, :-1], tokens[:, 1:]).mean()
 
 
-def _stock_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+def _transformers_loss(model: nn.Module, tokens: Tensor) -> Tensor:
     # The class shifts the labels itself.
     inputs = tokens[:, :-1]
     return model(input_ids=inputs, labels=inputs, use_cache=False).loss
@@ -120,33 +121,40 @@ def _logits_loss(model: nn.Module, tokens: Tensor) -> Tensor:
     return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def _stock(name: str, shape: Shape) -> nn.Module:
+def _transformers_model(name: str, size: ModelSize) -> nn.Module:
     from transformers import BloomConfig, BloomForCausalLM, MptConfig, MptForCausalLM
 
-    size = SIZES[shape.size]
+    sizes = SIZES[size.name]
+    width, heads, layers = sizes["hidden_size"], sizes["num_heads"], sizes["num_layers"]
+    vocab_size = sizes["vocab_size"]
     if name == "mpt":
+        length = {"max_seq_len": size.sequence_length}
         return MptForCausalLM(
-            MptConfig(d_model=size["hidden_size"], n_heads=size["num_heads"],
-                      n_layers=size["num_layers"], vocab_size=size["vocab_size"],
-                      max_seq_len=shape.sequence_length)
-        )  # fmt: skip
+            MptConfig(
+                d_model=width, n_heads=heads, n_layers=layers, vocab_size=vocab_size, **length
+            )
+        )
     return BloomForCausalLM(
-        BloomConfig(hidden_size=size["hidden_size"], n_head=size["num_heads"],
-                    n_layer=size["num_layers"], vocab_size=size["vocab_size"])
-    )  # fmt: skip
+        BloomConfig(hidden_size=width, n_head=heads, n_layer=layers, vocab_size=vocab_size)
+    )
 
 
-def _x_transformers(shape: Shape) -> nn.Module:
+def _x_transformers_model(size: ModelSize) -> nn.Module:
     from x_transformers import Decoder as XDecoder
     from x_transformers import TransformerWrapper
 
-    size = SIZES[shape.size]
+    sizes = SIZES[size.name]
     options: dict[str, Any] = {"alibi_pos_bias": True, "attn_flash": True}
-    layers = XDecoder(
-        dim=size["hidden_size"], depth=size["num_layers"], heads=size["num_heads"],
-        attn_dim_head=size["hidden_size"] // size["num_heads"], **options,
-    )  # fmt: skip
+    options["attn_dim_head"] = sizes["hidden_size"] // sizes["num_heads"]
     return TransformerWrapper(
-        num_tokens=size["vocab_size"], max_seq_len=shape.sequence_length, attn_layers=layers,
-        use_abs_pos_emb=False, tie_embedding=True,
-    )  # fmt: skip
+        num_tokens=sizes["vocab_size"],
+        max_seq_len=size.sequence_length,
+        attn_layers=XDecoder(
+            dim=sizes["hidden_size"],
+            depth=sizes["num_layers"],
+            heads=sizes["num_heads"],
+            **options,
+        ),
+        use_abs_pos_emb=False,
+        tie_embedding=True,
+    )

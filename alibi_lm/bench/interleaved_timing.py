@@ -1,4 +1,4 @@
-"""Measurements in turns, and their ratios with intervals."""
+"""Interleaved measurements, and paired ratios of them with confidence intervals."""
 
 from __future__ import annotations
 
@@ -14,90 +14,90 @@ from alibi_lm.utils.files import write_json
 from alibi_lm.utils.logging import console
 
 CONFIDENCE = 0.95
-LONG, FEW = 60.0, 3
+SLOW_SECONDS, SLOW_REPEATS = 60.0, 3
+"""A measurement whose first value exceeds `SLOW_SECONDS` is repeated `SLOW_REPEATS` times only."""
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """A median of paired ratios."""
+    """The median of paired ratios."""
 
     median: float
     low: float
     high: float
     confidence: float
-    """That the interval holds the median of all such pairs."""
+    """Probability that [low, high] contains the population median."""
 
     def __str__(self) -> str:
         return f"{self.median:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
     def as_dict(self) -> dict[str, float]:
-        """As JSON holds it."""
+        """The fields as JSON stores them."""
         return asdict(self)
 
 
 def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Ratio:
-    """The median ratio of values that were measured in the same turns, and its interval.
+    """The median ratio of values measured in the same rounds, with its interval.
 
-    Where one has fewer turns, the turns that both have count.
+    If one sequence is shorter, only the rounds that both have count.
 
-    The interval goes from the k-th lowest to the k-th highest ratio, for the largest k with at
-    least `CONFIDENCE` that the median lies between them, whatever the distribution (Conover 1999,
-    Practical Nonparametric Statistics, section 3.2). With fewer than 6 turns there is no such k,
-    and it goes from the lowest to the highest.
+    The interval runs from the k-th lowest to the k-th highest ratio, with the largest k that
+    keeps a confidence of at least `CONFIDENCE` for any distribution (Conover 1999, Practical
+    Nonparametric Statistics, section 3.2). Fewer than 6 rounds have no such k; their interval is
+    the whole range.
     """
     ratios = sorted(a / b for a, b in zip(numerators, denominators, strict=False))
     count, outside = len(ratios), 0
-    taken, confidence = 1, 1 - 2 / 2**count
+    rank, confidence = 1, 1 - 2 / 2**count
     for k in range(1, count // 2 + 1):
         outside += comb(count, k - 1)
         if 1 - 2 * outside / 2**count < CONFIDENCE:
             break
-        taken, confidence = k, 1 - 2 * outside / 2**count
-    return Ratio(median(ratios), ratios[taken - 1], ratios[-taken], confidence)
+        rank, confidence = k, 1 - 2 * outside / 2**count
+    return Ratio(median(ratios), ratios[rank - 1], ratios[-rank], confidence)
 
 
 def timed(action: Callable[[], object]) -> Callable[[], float]:
-    """An action as a way that takes its own time."""
+    """A measurement that returns the seconds `action` takes."""
 
-    def way() -> float:
+    def measure() -> float:
         start = time.perf_counter()
         action()
         return time.perf_counter() - start
 
-    return way
+    return measure
 
 
 def interleaved(
-    ways: Mapping[str, Callable[[], float]], repeats: int, warm_ups: int = 1
+    measurements: Mapping[str, Callable[[], float]], repeats: int, warm_ups: int = 1
 ) -> dict[str, list[float]]:
-    """What each way measures, in seconds, `repeats` times in turns.
+    """Call every measurement once a round, for `repeats` rounds, and return their values.
 
-    Turns start with each way in turn, and every other turn goes backwards, so that each way comes
-    after each other one alike: what the one before left in caches is then no advantage. A way that
-    takes more than `LONG` seconds the first time has `FEW` turns.
+    The order rotates and every other round runs backwards, so that each measurement follows every
+    other one about equally often: none profits from what its predecessor left in the caches.
     """
-    names = list(ways)
+    names = list(measurements)
     for _ in range(warm_ups):
-        for way in ways.values():
-            way()
-    found: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(repeats):
-        first = turn // 2 % len(names)
+        for measure in measurements.values():
+            measure()
+    values: dict[str, list[float]] = {name: [] for name in names}
+    for round_ in range(repeats):
+        first = round_ // 2 % len(names)
         order = (*names[first:], *names[:first])
-        for name in order if turn % 2 == 0 else reversed(order):
-            if turn < FEW or found[name][0] <= LONG:
-                found[name].append(ways[name]())
-    return found
+        for name in order if round_ % 2 == 0 else reversed(order):
+            if round_ < SLOW_REPEATS or values[name][0] <= SLOW_SECONDS:
+                values[name].append(measurements[name]())
+    return values
 
 
 def markdown(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """A table for a README."""
+    """The lines of a Markdown table."""
     lines = [headings, ["---"] * len(headings), *rows]
     return [f"| {' | '.join(line)} |" for line in lines]
 
 
 def publish(result: dict[str, Any], lines: Sequence[str], path: Path | None) -> None:
-    """Say a result, and write it where that was asked for."""
+    """Print the lines, and write the result to `path` if one is given."""
     for line in lines:
         console.info(line)
     if path is not None:

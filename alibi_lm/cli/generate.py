@@ -1,127 +1,145 @@
-"""Text from a run's model."""
+"""`alibi-lm generate`."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 
 from alibi_lm.cli.arguments import RUN, FiniteRange
+from alibi_lm.utils.errors import ConfigError, DataError, Problem
 from alibi_lm.utils.logging import console
+
+_ASCII = ("ascii", "us-ascii", "646", "ansi_x3.4-1968")
 
 
 @click.command()
 @RUN
-@click.option("--prompt", "-p", "prompts", multiple=True,
-              help="Text to go on from; may be given several times. `-` reads standard input, "
-              "a prompt a line; without any, all of standard input is one prompt.")  # fmt: skip
-@click.option("--max-new-tokens", type=click.IntRange(1), default=64, show_default=True,
-              help="Tokens to add at most.")  # fmt: skip
-@click.option("--temperature", type=FiniteRange(0), default=0.0, show_default=True,
-              help="0 takes the likeliest token.")  # fmt: skip
-@click.option("--top-k", type=click.IntRange(1),
-              help="Sample from the k likeliest tokens; with --temperature.")  # fmt: skip
-@click.option("--top-p", type=FiniteRange(0, 1, min_open=True),
-              help="Sample from the likeliest tokens of this total share; with "
-              "--temperature.")  # fmt: skip
-@click.option("--seed", default=0, show_default=True, help="Seed of the sampling.")
-@click.option("--stop", "stops", multiple=True,
-              help="End before this text; may be given several times.")  # fmt: skip
-@click.option("--stream/--no-stream", default=None,
-              help="Write text as it comes; by default on a terminal, for one prompt.")  # fmt: skip
+@click.option(
+    "--prompt",
+    "-p",
+    "prompts",
+    multiple=True,
+    help="Text to continue; can be repeated. `-` reads standard input, one prompt a line; without "
+    "this option all of standard input is one prompt.",
+)
+@click.option("--max-new-tokens", type=click.IntRange(1), default=64, help="Most tokens to add.")
+@click.option(
+    "--temperature", type=FiniteRange(0), default=0.0, help="0 takes the likeliest token."
+)
+@click.option(
+    "--top-k",
+    type=click.IntRange(1),
+    help="Sample from the k likeliest tokens; with --temperature.",
+)
+@click.option(
+    "--top-p",
+    type=FiniteRange(0, 1, min_open=True),
+    help="Sample from the likeliest tokens of this total probability; with --temperature.",
+)
+@click.option("--seed", default=0, help="Seed of the sampling.")
+@click.option("--stop", "stops", multiple=True, help="Stop before this text; can be repeated.")
+@click.option(
+    "--stream/--no-stream",
+    default=None,
+    help="Write text as it is generated.  [default: for one prompt on a terminal]",
+)
 @click.option(
     "--pruning-tolerance",
-    "pruning_tolerance",
     type=FiniteRange(0, 1, max_open=True),
     default=1e-6,
-    show_default=True,
-    help="What each head may leave out of a row, beyond 2,048 tokens; 0 is dense.",
+    help="Attention weight that each head may skip in a row, beyond 2,048 tokens; 0 is dense.",
 )
 def generate(
-    run: Path,
-    prompts: Sequence[str],
-    max_new_tokens: int,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    seed: int,
-    stops: Sequence[str],
-    stream: bool | None,
-    pruning_tolerance: float,
+    run: Path, prompts: Sequence[str], stops: Sequence[str], stream: bool | None, **options: Any
 ) -> None:
-    """Let RUN's model go on from prompts.
+    """Continue prompts with RUN's model.
 
-    Several prompts are continued together; what comes after one does not depend on the others.
+    Several prompts are continued in one batch, independently of each other, and each text is
+    printed under a line `==> prompt N <==`.
     """
-    from alibi_lm.loaded_run import load_run
-    from alibi_lm.utils.errors import ConfigError, Problem
-
     texts = _texts(prompts)
-    if any(not stop for stop in stops):
-        raise ConfigError(Problem("--stop", "", "is empty", "give a text, or leave it out"))
-    if stream and len(texts) > 1:
-        rule = f"writes one text as it comes, and there are {len(texts)} prompts"
-        raise ConfigError(Problem("--stream", None, rule, "leave it out"))
-    given = {"--top-k": top_k, "--top-p": top_p}
-    unused = [
-        Problem(key, value, "says from which tokens to sample, and --temperature 0 takes the "
-                            "likeliest one", "give --temperature too, or leave it out")
-        for key, value in given.items() if value is not None and temperature == 0
-    ]  # fmt: skip
-    if unused:
-        raise ConfigError(*unused)
+    options["stop"] = [_argument("--stop", stop) for stop in stops]
+    _check(len(texts), stream, options)
+    # Imported here: torch takes seconds.
+    from alibi_lm.loaded_run import load_run
+
     loaded = load_run(run)
     if stream is None:
         stream = len(texts) == 1 and sys.stdout.isatty()
     if stream:
         console.write(texts[0])
-        for piece in loaded.stream(
-            texts[0],
-            max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            seed=seed,
-            stop=stops,
-            pruning_tolerance=pruning_tolerance,
-        ):
+        for piece in loaded.stream(texts[0], **options):
             console.write(piece)
         console.write("\n")
         return
-    continued = loaded.generate(
-        texts,
-        max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        stop=stops,
-        pruning_tolerance=pruning_tolerance,
-    )
-    for text, more in zip(texts, continued, strict=True):
+    continuations = loaded.generate(texts, **options)
+    for number, (text, more) in enumerate(zip(texts, continuations, strict=True), 1):
+        if len(texts) > 1:
+            console.info(f"==> prompt {number} <==")
         console.info(text + more)
 
 
+def _check(num_prompts: int, stream: bool | None, options: dict[str, Any]) -> None:
+    """Refuse combinations of options that contradict each other."""
+    problems = []
+    if "" in options["stop"]:
+        problems.append(Problem("--stop", "", "is empty", "give a text, or leave it out"))
+    if stream and num_prompts > 1:
+        rule = f"streams a single prompt, and there are {num_prompts}"
+        problems.append(Problem("--stream", None, rule, "leave it out"))
+    for key in ("top_k", "top_p"):
+        if options[key] is not None and options["temperature"] == 0:
+            flag = "--" + key.replace("_", "-")
+            rule = "has no effect: --temperature 0 takes the likeliest token"
+            problems.append(Problem(flag, options[key], rule, "set --temperature, or leave it out"))
+    if problems:
+        raise ConfigError(*problems)
+
+
 def _texts(prompts: Sequence[str]) -> list[str]:
+    if not prompts:
+        return [_standard_input().removesuffix("\n")]
     texts: list[str] = []
     for prompt in prompts:
-        texts += _lines() if prompt == "-" else [prompt]
-    return texts if prompts else [_standard_input().removesuffix("\n")]
+        texts += _lines() if prompt == "-" else [_argument("--prompt", prompt)]
+    return texts
 
 
 def _lines() -> list[str]:
-    # No str.splitlines: it also cuts at form feeds and other characters of a text.
+    # No str.splitlines: it also splits at form feeds and other characters of a text.
     text = _standard_input().removesuffix("\n")
     return text.split("\n") if text else []
 
 
 def _standard_input() -> str:
-    from alibi_lm.utils.errors import DataError, Problem
+    """All of standard input, as UTF-8 or as what PYTHONIOENCODING or the locale declares."""
+    if sys.stdin is None:
+        return ""
+    # An ASCII locale says only that nobody has set one.
+    encoding = "utf-8" if sys.stdin.encoding.lower() in _ASCII else sys.stdin.encoding
+    text = _decoded("standard input", sys.stdin.buffer.read(), encoding)
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
+
+def _argument(option: str, text: str) -> str:
+    """The text of an option, which Python decodes by the locale: bytes it cannot are UTF-8."""
+    if not any("\udc80" <= character <= "\udcff" for character in text):
+        return text
+    return _decoded(option, os.fsencode(text), "utf-8")
+
+
+def _decoded(source: str, raw: bytes, encoding: str) -> str:
+    """Raises:
+    DataError: naming the source, its encoding and the first wrong byte.
+    """
     try:
-        return "" if sys.stdin is None else sys.stdin.read()
+        return raw.decode(encoding)
     except UnicodeDecodeError as error:
-        rule = f"cannot be read as text ({error})"
-        raise DataError(Problem("standard input", None, rule, "give UTF-8")) from None
+        rule = f"is not {encoding.upper()}: byte 0x{raw[error.start]:02x} at offset {error.start}"
+        fix = "convert it to UTF-8, for example with iconv"
+        raise DataError(Problem(source, None, rule, fix)) from None

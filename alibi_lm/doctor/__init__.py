@@ -1,5 +1,5 @@
-"""`alibi-lm doctor`: whether the hosts of a run can do it, before they try.
+"""`alibi-lm doctor`: whether the hosts of a run can train it.
 
-`probe` and `collective` run on every host, `hosts` starts them there, `checks` compares what they
-say, `examine` puts it together.
+`hosts` starts `probe` and `collective` on every host, `checks` compares their reports, and
+`examine` runs all of it.
 """

@@ -1,4 +1,4 @@
-"""Comparing what the hosts said. No I/O."""
+"""Compares the hosts' reports. No I/O."""
 
 from __future__ import annotations
 
@@ -6,154 +6,163 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from alibi_lm.doctor.hosts import THIS, Answer
-from alibi_lm.doctor.report import Meeting, Report
+from alibi_lm.doctor.report import CollectiveReport, HostReport
 from alibi_lm.utils.errors import Problem
+from alibi_lm.utils.text import counted
 
 CLOCK_SECONDS = 5.0
-"""How far apart clocks may be: logs of several hosts can still be read together."""
+"""Largest difference of clocks: logs of several hosts can still be read together."""
+HEADER = (
+    *("host", "ssh", "python", "alibi_lm", "torch", "deepspeed", "gpus", "config", "data"),
+    *("run.dir", "disk", "clock", "all-reduce"),
+)
 
 
 @dataclass(frozen=True)
-class Examined:
-    """What is known of one host."""
+class Host:
+    """One host, its last answer and its reports."""
 
-    host: str
+    name: str
     answer: Answer
-    report: Report | None
-    meeting: Meeting | None = None
+    report: HostReport | None
+    collective: CollectiveReport | None = None
+    slots: int = 1
+    """Ranks that it is to run."""
 
 
-def host_problems(hosts: Sequence[Examined]) -> Iterator[Problem]:
-    """What is wrong before the hosts meet; the first host that answers is the measure."""
-    reference = next((each for each in hosts if each.report is not None), None)
-    everywhere = _said_by_all([each.report for each in hosts if each.report is not None])
-    yield from (_problem_of("", text) for text in everywhere)
-    for each in hosts:
-        report = each.report
+def host_problems(hosts: Sequence[Host]) -> Iterator[Problem]:
+    """Problems of the single hosts, and differences to the first host that answered."""
+    reference = next((host for host in hosts if host.report is not None), None)
+    common = _common_problems([host.report for host in hosts if host.report is not None])
+    yield from (_parsed(text) for text in common)
+    for host in hosts:
+        report = host.report
         if report is None:
-            yield _no_report(each)
+            yield _no_report(host)
             continue
         for text in report.problems:
-            if text not in everywhere:
-                yield _problem_of(f"{each.host}: ", text)
+            if text not in common:
+                yield _parsed(text, f"{host.name}: ")
         assert reference is not None
         assert reference.report is not None
-        yield from _differences(each.host, report, reference.host, reference.report)
+        yield from _differences(host.name, report, reference.name, reference.report)
+        if report.gpus and len(report.gpus) < host.slots:
+            rule = f"are too few for {counted(host.slots, 'rank')} there"
+            fix = "lower the host's slots, or check CUDA_VISIBLE_DEVICES"
+            yield Problem(f"{host.name}: gpus", counted(len(report.gpus), "GPU"), rule, fix)
         needed, free = report.needed_bytes, report.free_bytes
         if needed is not None and free is not None and free < needed:
             rule = f"is free in {report.run_folder}; the run's checkpoints take {_size(needed)}"
             fix = "make room, or lower train.keep_last"
-            yield Problem(f"{each.host}: disk", _size(free), rule, fix)
+            yield Problem(f"{host.name}: disk", _size(free), rule, fix)
 
 
-def _said_by_all(reports: Sequence[Report]) -> list[str]:
-    """Mistakes of the config, which every host finds; said once."""
+def _common_problems(reports: Sequence[HostReport]) -> list[str]:
+    """Problems that every host reports, such as those of the config."""
     if len(reports) < 2:
         return []
     return [t for t in reports[0].problems if all(t in other.problems for other in reports)]
 
 
-def _problem_of(host: str, text: str) -> Problem:
+def _parsed(text: str, host: str = "") -> Problem:
     key, _, rest = text.partition(": ")
     rule, _, fix = rest.rpartition("; ")
     return Problem(f"{host}{key}", None, rule, fix)
 
 
-def _no_report(each: Examined) -> Problem:
-    words = each.answer.exit_reason()
-    if each.host != THIS and each.answer.code == 255:
-        fix = f"let `ssh {each.host} hostname` work without a password"
-        return Problem(f"{each.host}: ssh", None, f"does not get there ({words})", fix)
+def _no_report(host: Host) -> Problem:
+    reason = host.answer.exit_reason()
+    if host.name != THIS and host.answer.code == 255:
+        fix = f"make `ssh {host.name} hostname` work without a password"
+        return Problem(f"{host.name}: ssh", None, f"cannot connect ({reason})", fix)
     fix = "install the package on every host at the same path, with the same versions"
-    return Problem(f"{each.host}: python", None, f"cannot run the package there ({words})", fix)
+    return Problem(f"{host.name}: python", None, f"cannot run the package there ({reason})", fix)
 
 
-def _differences(host: str, ours: Report, other: str, theirs: Report) -> Iterator[Problem]:
+def _differences(
+    host: str, report: HostReport, other_host: str, other: HostReport
+) -> Iterator[Problem]:
     same = "install from the same constraints.txt and commit on every host"
-    if ours.python != theirs.python:
-        rule = f"is {theirs.python} on {other}"
-        yield Problem(f"{host}: python", ours.python, rule, same)
-    for name, version in ours.versions.items():
-        if version != theirs.versions.get(name):
-            rule = f"is {theirs.versions.get(name)} on {other}"
+    if report.python != other.python:
+        yield Problem(f"{host}: python", report.python, f"is {other.python} on {other_host}", same)
+    for name, version in report.versions.items():
+        if version != other.versions.get(name):
+            rule = f"is {other.versions.get(name)} on {other_host}"
             yield Problem(f"{host}: {name}", version, rule, same)
-    if ours.config != theirs.config and None not in (ours.config, theirs.config):
-        rule = f"resolves to another config than on {other}"
-        yield Problem(f"{host}: config", _short(ours.config), rule, "share the file, or copy it")
-    if ours.data != theirs.data and None not in (ours.data, theirs.data):
-        rule = f"are not those of {other}"
+    if report.config != other.config and None not in (report.config, other.config):
+        rule = f"differs from the resolved config on {other_host}"
+        yield Problem(f"{host}: config", _short(report.config), rule, "share the file, or copy it")
+    if report.data != other.data and None not in (report.data, other.data):
+        rule = f"differs from the data on {other_host}"
         fix = "put the same token files and tokenizer at the same paths"
-        yield Problem(f"{host}: data", _short(ours.data), rule, fix)
+        yield Problem(f"{host}: data", _short(report.data), rule, fix)
 
 
-def meeting_problems(hosts: Sequence[Examined]) -> Iterator[Problem]:
-    """What is wrong with shared storage, clocks and the collective."""
-    everyone = {each.report.hostname: each.host for each in hosts if each.report is not None}
-    num_hosts = len(hosts)
-    for each in hosts:
-        meeting = each.meeting
-        if meeting is None:
-            rule = f"did not come to the meeting ({each.answer.exit_reason()})"
-            yield Problem(f"{each.host}: all-reduce", None, rule, "look at that host")
+def collective_problems(hosts: Sequence[Host]) -> Iterator[Problem]:
+    """Problems of shared storage, clocks and the all-reduce."""
+    names = {host.report.hostname: host.name for host in hosts if host.report is not None}
+    for host in hosts:
+        outcome = host.collective
+        if outcome is None:
+            rule = f"did not finish ({host.answer.exit_reason()})"
+            yield Problem(f"{host.name}: all-reduce", None, rule, "look at that host")
             continue
-        unseen = [name for host, name in everyone.items() if host not in meeting.seen]
-        wrote = each.report is not None and each.report.run_folder is not None
+        unseen = [name for hostname, name in names.items() if hostname not in outcome.seen]
+        wrote = host.report is not None and host.report.run_folder is not None
         if wrote and unseen:
-            rule = f"does not show what {', '.join(unseen)} wrote there"
+            rule = f"does not show the files that {', '.join(unseen)} wrote there"
             fix = "put run.dir on storage that all hosts share"
-            yield Problem(f"{each.host}: run.dir", None, rule, fix)
-        if meeting.failure is not None or meeting.total is None:
-            rule = f"failed ({meeting.failure})"
+            yield Problem(f"{host.name}: run.dir", None, rule, fix)
+        if outcome.failure is not None or outcome.total is None:
+            rule = f"failed ({outcome.failure})"
             fix = "check --master-addr, GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, and firewalls"
-            yield Problem(f"{each.host}: all-reduce", None, rule, fix)
+            yield Problem(f"{host.name}: all-reduce", None, rule, fix)
             continue
-        if meeting.total != num_hosts * (num_hosts + 1) / 2:
-            rule = f"should give {num_hosts * (num_hosts + 1) // 2} from {num_hosts} hosts"
-            yield Problem(f"{each.host}: all-reduce", meeting.total, rule, "look at the network")
-        if meeting.clock is not None and abs(meeting.clock) > CLOCK_SECONDS:
-            rule = f"is more than {CLOCK_SECONDS:.0f} s from the clock of {hosts[0].host}"
-            yield Problem(f"{each.host}: clock", f"{meeting.clock:+.1f} s", rule, "run chrony")
+        size = outcome.num_processes
+        expected = size * (size + 1) // 2
+        if outcome.total != expected:
+            rule = f"should give {expected} from {counted(size, 'process', 'processes')}"
+            yield Problem(f"{host.name}: all-reduce", outcome.total, rule, "look at the network")
+        if outcome.clock is not None and abs(outcome.clock) > CLOCK_SECONDS:
+            rule = f"differs by more than {CLOCK_SECONDS:.0f} s from {hosts[0].name}"
+            yield Problem(f"{host.name}: clock", f"{outcome.clock:+.1f} s", rule, "run chrony")
 
 
-def table(hosts: Sequence[Examined], failed: Mapping[str, set[str]]) -> list[str]:
-    """One line a host; a cell with something wrong is marked by an exclamation mark."""
-    header = [
-        "host", "ssh", "python", "alibi_lm", "torch", "deepspeed", "config", "data",
-        "run.dir", "disk", "clock", "all-reduce",
-    ]  # fmt: skip
-    rows = [header]
-    for each in hosts:
-        marks = failed.get(each.host, set())
-        cells = dict(zip(header, _cells(each), strict=True))
-        known = [c + "!" if name in marks else c for name, c in cells.items()]
-        rows.append(known)
-    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+def table(hosts: Sequence[Host], failed: Mapping[str, set[str]]) -> list[str]:
+    """One line a host; `!` marks the cells of failed checks."""
+    rows = [list(HEADER)]
+    for host in hosts:
+        marks = failed.get(host.name, set())
+        cells = zip(HEADER, _cells(host, len(hosts)), strict=True)
+        rows.append([cell + "!" * (name in marks) for name, cell in cells])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows
     ]
 
 
-def _cells(each: Examined) -> list[str]:
-    report, meeting = each.report, each.meeting
+def _cells(host: Host, num_hosts: int) -> list[str]:
+    report, outcome = host.report, host.collective
     if report is None:
-        reached = "-" if each.host == THIS else ("no" if each.answer.code == 255 else "yes")
-        return [each.host, reached, *["-"] * 10]
+        reached = "-" if host.name == THIS else ("no" if host.answer.code == 255 else "yes")
+        return [host.name, reached, *["-"] * (len(HEADER) - 2)]
     versions = [report.versions.get(name, "-") for name in ("alibi_lm", "torch", "deepspeed")]
+    gpus = f"{len(report.gpus)} x {report.gpus[0]}" if report.gpus else "none"
     disk = "-" if report.free_bytes is None else f"{_size(report.free_bytes)} free"
     if report.needed_bytes is not None:
         disk += f", {_size(report.needed_bytes)} needed"
+    shared = "-" if report.run_folder is None else "writable"
     clock = speed = "-"
-    if meeting is not None and meeting.clock is not None:
-        clock = f"{meeting.clock:+.2f} s"
-    if meeting is not None and meeting.bytes_per_second is not None:
-        speed = f"{meeting.backend} {meeting.bytes_per_second / 1e9:.2f} GB/s"
-    shared = "-"
-    if report.run_folder is not None:
-        shared = "writable" if meeting is None else f"seen by {len(meeting.seen)}"
-    return [
-        each.host, "-" if each.host == THIS else "yes", report.python.split()[0], *versions,
-        _short(report.config), _short(report.data), shared, disk, clock, speed,
-    ]  # fmt: skip
+    if outcome is not None:
+        if report.run_folder is not None and num_hosts > 1:
+            shared = f"seen by {len(outcome.seen)}"
+        if outcome.clock is not None and num_hosts > 1:
+            clock = f"{outcome.clock:+.2f} s"
+        if outcome.bytes_per_second is not None:
+            speed = f"{outcome.backend} {outcome.bytes_per_second / 1e9:.2f} GB/s"
+    ssh, python = "-" if host.name == THIS else "yes", report.python.split()[0]
+    digests = [_short(report.config), _short(report.data)]
+    return [host.name, ssh, python, *versions, gpus, *digests, shared, disk, clock, speed]
 
 
 def _short(digest: str | None) -> str:

@@ -1,6 +1,6 @@
-"""The hosts' meeting: `python -m alibi_lm.doctor.collective RANK HOSTS ADDRESS PORT FOLDER TOKEN`.
+"""One process of an all-reduce between hosts, over the backend that training uses.
 
-One rank a host, over the backend that training uses.
+`python -m alibi_lm.doctor.collective RANK PROCESSES DEVICE ADDRESS PORT FOLDER TOKEN`
 """
 
 from __future__ import annotations
@@ -16,69 +16,69 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from alibi_lm.doctor.probe import MARKER
-from alibi_lm.doctor.report import Meeting, dump
+from alibi_lm.doctor.report import CollectiveReport, dump
 from alibi_lm.parallel.device import get_device
 
 NUM_BYTES = 32 << 20
 REPEATS = 3
-JOIN_SECONDS = 60
+JOIN_TIMEOUT = timedelta(seconds=60)
 
 
 def seen(folder: Path | None, token: str) -> list[str]:
-    """Host names whose markers lie in the folder."""
+    """Names of the hosts whose marker files are in the folder."""
     if folder is None:
         return []
-    # A listing makes network storage look again, where a cached answer may be old.
+    # Listing the folder makes network storage look again; single lookups may be cached.
     names = [path.name for path in folder.iterdir()]
     start = f"{MARKER}{token}_"
     return sorted(name.removeprefix(start) for name in names if name.startswith(start))
 
 
-def meet(rank: int, num_hosts: int, address: str, port: int, found: Meeting) -> None:
-    """Join the other hosts, compare clocks, and time an all-reduce; fills in `found`."""
+def measure(
+    rank: int, device_index: int, address: str, port: int, report: CollectiveReport
+) -> None:
+    """Join the other processes, compare clocks, and time an all-reduce; fills in the report."""
+    size = report.num_processes
     accelerator = get_accelerator()
-    accelerator.set_device(0)
-    found.backend = accelerator.communication_backend_name()
-    store = dist.TCPStore(
-        address, port, num_hosts, rank == 0, timedelta(seconds=JOIN_SECONDS), use_libuv=True
-    )
+    accelerator.set_device(device_index)
+    report.backend = accelerator.communication_backend_name()
+    store = dist.TCPStore(address, port, size, rank == 0, JOIN_TIMEOUT, use_libuv=True)
     dist.init_process_group(
-        found.backend, store=store, rank=rank, world_size=num_hosts,
-        timeout=timedelta(seconds=JOIN_SECONDS),
-    )  # fmt: skip
+        report.backend, store=store, rank=rank, world_size=size, timeout=JOIN_TIMEOUT
+    )
     number = torch.tensor([rank + 1.0], device=get_device())
     dist.all_reduce(number)
-    clocks = torch.zeros(num_hosts, dtype=torch.float64, device=get_device())
+    clocks = torch.zeros(size, dtype=torch.float64, device=get_device())
     dist.barrier()
     clocks[rank] = time.time()
     dist.all_reduce(clocks)
-    found.clock = float(clocks[rank] - clocks[0])
-    found.total = float(number)
+    report.clock = float(clocks[rank] - clocks[0])
+    report.total = float(number)
     block = torch.zeros(NUM_BYTES // 4, device=get_device())
     dist.all_reduce(block)
     start = time.perf_counter()
     for _ in range(REPEATS):
         dist.all_reduce(block)
-    float(block[0])  # a GPU has done it only now
+    float(block[0])  # waits for a GPU
     seconds = (time.perf_counter() - start) / REPEATS
-    found.bytes_per_second = 2 * (num_hosts - 1) / num_hosts * NUM_BYTES / seconds
+    report.bytes_per_second = 2 * (size - 1) / size * NUM_BYTES / seconds
     dist.barrier()
     dist.destroy_process_group()
 
 
 def main(arguments: list[str]) -> None:
-    """Say what this host finds, as one line of JSON."""
-    rank, num_hosts, address, port, folder, token = arguments
+    """Print this process's report as one line of JSON."""
+    rank, size, device_index, address, port, folder, token = arguments
     shared = Path(folder) if folder else None
-    found = Meeting(seen(shared, token))
+    report = CollectiveReport(seen(shared, token), num_processes=int(size))
     try:
-        meet(int(rank), int(num_hosts), address, int(port), found)
+        measure(int(rank), int(device_index), address, int(port), report)
     except (dist.DistError, RuntimeError) as error:
-        found.failure = " ".join(str(error).split())[:300]
+        report.failure = " ".join(str(error).split())[:300]
     finally:
-        if shared is not None:  # by now all have looked
+        if shared is not None:  # every process has looked by now
             (shared / f"{MARKER}{token}_{socket.gethostname()}").unlink(missing_ok=True)
-    sys.stdout.write(dump(found) + "\n")
+    sys.stdout.write(dump(report) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The whole examination: ask every host, let them meet, compare, and say it in one table."""
+"""The examination: probe every host, run an all-reduce between them, and print one table."""
 
 from __future__ import annotations
 
@@ -7,24 +7,34 @@ import secrets
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from alibi_lm.doctor.checks import Examined, host_problems, meeting_problems, table
+from alibi_lm.doctor.checks import Host, collective_problems, host_problems, table
 from alibi_lm.doctor.hosts import (
     THIS,
     exported,
+    local_name,
     read_hostfile,
     run_everywhere,
     waits_for_ever,
 )
 from alibi_lm.doctor.probe import MARKER
-from alibi_lm.doctor.report import Meeting, Report, Request, dump, last_json
+from alibi_lm.doctor.report import CollectiveReport, HostReport, ProbeRequest, dump, last_json
+from alibi_lm.train.environment import free_port
 from alibi_lm.utils.errors import ConfigError, Problem
 from alibi_lm.utils.logging import console
 
 PROBE_SECONDS = 300.0
-MEETING_SECONDS = 180.0
+COLLECTIVE_SECONDS = 180.0
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where commands run, with which variables."""
+
+    folder: Path
+    variables: Mapping[str, str]
 
 
 def examine(
@@ -35,91 +45,102 @@ def examine(
     master: tuple[str | None, int],
     environment: Mapping[str, str],
 ) -> list[Problem]:
-    """Examine all hosts of a hostfile, or without one this machine, and print one table.
+    """Examine all hosts of a hostfile, or this machine without one, and print one table.
 
-    Returns one problem for each check that failed.
+    Args:
+        config, overrides: the run, if there is one.
+        hostfile: the hosts and their ranks.
+        num_ranks: ranks of this machine, without a hostfile.
+        master: address (None: the first host's own) and port at which the hosts connect.
+        environment: variables of this process.
 
-    `num_ranks` counts where there is no hostfile; `master` is the address (None: what the first
-    host says of itself) and port at which the hosts meet.
+    Returns:
+        One problem for each check that failed.
 
     Raises:
         ConfigError: the hostfile or .deepspeed_env cannot be read.
     """
     slots = {THIS: num_ranks} if hostfile is None else read_hostfile(hostfile)
-    folder = Path.cwd()
-    variables = exported(environment, folder)
+    place = _Place(Path.cwd(), exported(environment, Path.cwd()))
     path = None if config is None else str(config)
-    request = Request(secrets.token_hex(4), sum(slots.values()), path, list(overrides))
-    hosts = _probe(list(slots), request, folder, variables)
+    request = ProbeRequest(secrets.token_hex(4), sum(slots.values()), path, list(overrides))
+    hosts = _probe(slots, request, place)
     with _without_markers(hosts, request.token):
         problems = list(host_problems(hosts))
-        if len(hosts) > 1 and all(each.report is not None for each in hosts):
-            hosts = _meet(hosts, request.token, master, folder, variables)
-            problems += meeting_problems(hosts)
+        if all(host.report is not None for host in hosts):
+            hosts = _collective(hosts, request.token, master, place)
+            problems += collective_problems(hosts)
     failed: dict[str, set[str]] = {}
     for problem in problems:
-        host, _, key = problem.key.partition(": ")
-        failed.setdefault(host, set()).add(key.split(" ")[0])
+        name, _, key = problem.key.partition(": ")
+        failed.setdefault(name, set()).add(key.split(" ")[0])
     for line in table(hosts, failed):
         console.info(line)
-    for host in slots:
-        if host != THIS and waits_for_ever(host):
+    for name in slots:
+        if name != THIS and waits_for_ever(name):
             console.warning(
-                f"ssh to {host} never notices that a host is gone, and the launcher waits for it: "
+                f"ssh to {name} never notices a lost host, and the launcher waits for it: "
                 "put ServerAliveInterval 15 into ~/.ssh/config"
             )
     return problems
 
 
-def _probe(
-    names: Sequence[str], request: Request, folder: Path, variables: Mapping[str, str]
-) -> list[Examined]:
+def _probe(slots: Mapping[str, int], request: ProbeRequest, place: _Place) -> list[Host]:
     command = [sys.executable, "-m", "alibi_lm.doctor.probe", dump(request)]
-    answers = run_everywhere(dict.fromkeys(names, command), folder, variables, PROBE_SECONDS)
-    found = []
-    for host, answer in answers.items():
-        said = last_json(answer.output)
-        good = answer.code == 0 and said is not None
-        found.append(Examined(host, answer, Report(**said) if good and said else None))
-    return found
+    commands = dict.fromkeys(slots, command)
+    answers = run_everywhere(commands, place.folder, place.variables, PROBE_SECONDS)
+    hosts = []
+    for name, answer in answers.items():
+        content = last_json(answer.output) if answer.code == 0 else None
+        report = None if content is None else HostReport(**content)
+        hosts.append(Host(name, answer, report, slots=slots[name]))
+    return hosts
 
 
-def _meet(
-    hosts: Sequence[Examined],
-    token: str,
-    master: tuple[str | None, int],
-    folder: Path,
-    variables: Mapping[str, str],
-) -> list[Examined]:
-    first = hosts[0].report
-    assert first is not None
-    address = master[0] or first.address
-    if address is None:
-        rule = "names no address of its own"
-        raise ConfigError(Problem(hosts[0].host, None, rule, "give --master-addr"))
+def _collective(
+    hosts: Sequence[Host], token: str, master: tuple[str | None, int], place: _Place
+) -> list[Host]:
+    """All-reduce between one process a host, or between several processes of a single host."""
+    report = hosts[0].report
+    assert report is not None
+    if len(hosts) == 1:
+        size = max(2, hosts[0].slots)
+        size = min(size, len(report.gpus)) if report.gpus else size
+        names = [local_name(rank) for rank in range(size)]
+        owners, devices = dict.fromkeys(names, hosts[0]), list(range(size))
+        address, port = "127.0.0.1", free_port()
+    else:
+        owners = {host.name: host for host in hosts}
+        devices = [0] * len(hosts)
+        address, port = master[0] or report.address or "", master[1]
+        if not address:
+            rule = "has no address of its own"
+            raise ConfigError(Problem(hosts[0].name, None, rule, "give --master-addr"))
     commands = {}
-    for rank, each in enumerate(hosts):
-        assert each.report is not None
-        place = [str(rank), str(len(hosts)), address, str(master[1])]
-        arguments = [*place, each.report.run_folder or "", token]
-        commands[each.host] = [sys.executable, "-m", "alibi_lm.doctor.collective", *arguments]
-    answers = run_everywhere(commands, folder, variables, MEETING_SECONDS)
-    met = []
-    for each in hosts:
-        said = last_json(answers[each.host].output)
-        meeting = None if said is None else Meeting(**said)
-        met.append(replace(each, answer=answers[each.host], meeting=meeting))
-    return met
+    for rank, (name, host) in enumerate(owners.items()):
+        assert host.report is not None
+        where = [str(rank), str(len(owners)), str(devices[rank]), address, str(port)]
+        arguments = [*where, host.report.run_folder or "", token]
+        commands[name] = [sys.executable, "-m", "alibi_lm.doctor.collective", *arguments]
+    answers = run_everywhere(commands, place.folder, place.variables, COLLECTIVE_SECONDS)
+    results: dict[str, Host] = {}
+    for name, host in owners.items():
+        content = last_json(answers[name].output)
+        outcome = None if content is None else CollectiveReport(**content)
+        earlier = results.get(host.name)
+        if earlier is None or outcome is None or (outcome.failure and earlier.collective):
+            results[host.name] = replace(host, answer=answers[name], collective=outcome)
+    return list(results.values())
 
 
 @contextmanager
-def _without_markers(hosts: Sequence[Examined], token: str) -> Iterator[None]:
-    """Take away what the examination wrote, where this host sees it."""
+def _without_markers(hosts: Sequence[Host], token: str) -> Iterator[None]:
+    """Remove the marker files afterwards, where this host sees them."""
     try:
         yield
     finally:
-        for each in hosts:
-            if each.report is not None and each.report.run_folder is not None:
-                marker = f"{MARKER}{token}_{each.report.hostname}"
+        for host in hosts:
+            if host.report is not None and host.report.run_folder is not None:
+                marker = f"{MARKER}{token}_{host.report.hostname}"
                 with suppress(OSError):
-                    os.unlink(Path(each.report.run_folder) / marker)
+                    os.unlink(Path(host.report.run_folder) / marker)

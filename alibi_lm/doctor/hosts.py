@@ -1,4 +1,4 @@
-"""Which hosts there are, and running a command on all of them as DeepSpeed's launcher would."""
+"""The hosts of a run, and commands run on all of them as DeepSpeed's launcher does."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ def read_hostfile(path: Path) -> dict[str, int]:
 
 
 def exported(environment: Mapping[str, str], folder: Path) -> dict[str, str]:
-    """The variables that the launcher carries to other hosts, PYTHONPATH as it sets it.
+    """The variables that the launcher passes to other hosts, PYTHONPATH as it sets it.
 
     Raises:
-        ConfigError: a line of .deepspeed_env that the launcher stumbles over.
+        ConfigError: the launcher cannot read a line of .deepspeed_env.
     """
     prefixes = (*EXPORT_ENVS, *get_accelerator().export_envs())
-    found = {name: value for name, value in environment.items() if name.startswith(prefixes)}
+    passed = {name: value for name, value in environment.items() if name.startswith(prefixes)}
     paths = [str(folder), *filter(None, [environment.get("PYTHONPATH")])]
-    found["PYTHONPATH"] = ":".join(paths)
+    passed["PYTHONPATH"] = ":".join(paths)
     for place in DEEPSPEED_ENVIRONMENT_PATHS:
         path = Path(place) / DEEPSPEED_ENVIRONMENT_NAME
         if not path.is_file():
@@ -56,15 +56,15 @@ def exported(environment: Mapping[str, str], folder: Path) -> dict[str, str]:
         for line in path.read_text(encoding="utf-8").splitlines():
             name, equals, value = line.partition("=")
             if not equals:
-                rule = "is no NAME=value; the launcher takes no comments and no empty lines"
+                rule = "is not NAME=value; the launcher takes no comments and no empty lines"
                 raise ConfigError(Problem(str(path), line, rule, "delete the line"))
-            found[name.strip()] = value.strip()
-    return found
+            passed[name.strip()] = value.strip()
+    return passed
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a command on a host printed, and how it ended."""
+    """Output and exit code of a command on a host."""
 
     code: int
     output: str
@@ -82,11 +82,11 @@ def run_everywhere(
     variables: Mapping[str, str],
     seconds: float,
 ) -> dict[str, Answer]:
-    """Run each host's command on it, all at once; THIS runs without ssh."""
+    """Run each host's command on it, all at once, by ssh except for names of `local_name`."""
 
     def run(host: str) -> Answer:
         line = _shell_line(commands[host], folder, variables)
-        command = ["sh", "-c", line] if host == THIS else [*_SSH, host, line]
+        command = ["sh", "-c", line] if host.startswith(THIS) else [*_SSH, host, line]
         try:
             done = subprocess.run(
                 command,
@@ -104,15 +104,20 @@ def run_everywhere(
         return dict(zip(commands, pool.map(run, commands), strict=True))
 
 
+def local_name(rank: int) -> str:
+    """A name of this machine for `run_everywhere`, one for each process on it."""
+    return THIS if rank == 0 else f"{THIS}, rank {rank}"
+
+
 def _shell_line(command: Sequence[str], folder: Path, variables: Mapping[str, str]) -> str:
     exports = [f"{name}={shlex.quote(value)}" for name, value in variables.items()]
     return f"cd {shlex.quote(str(folder))} && env {' '.join(exports)} {shlex.join(command)}"
 
 
 def waits_for_ever(host: str) -> bool:
-    """Whether ssh to this host would never notice that the host is gone."""
+    """Whether ssh to this host never notices that the host is gone."""
     try:
-        said = subprocess.run(["ssh", "-G", host], capture_output=True, text=True, check=False)
+        settings = subprocess.run(["ssh", "-G", host], capture_output=True, text=True, check=False)
     except OSError:
         return False
-    return "serveraliveinterval 0" in said.stdout.lower().splitlines()
+    return "serveraliveinterval 0" in settings.stdout.lower().splitlines()

@@ -1,4 +1,4 @@
-"""What a host can say of itself alone: `python -m alibi_lm.doctor.probe REQUEST`."""
+"""Checks of one host on its own: `python -m alibi_lm.doctor.probe REQUEST`."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ import sys
 from pathlib import Path
 
 from alibi_lm import __version__
-from alibi_lm.doctor.report import Report, Request, dump
+from alibi_lm.doctor.report import HostReport, ProbeRequest, dump
 from alibi_lm.utils.errors import UserError
 
 PACKAGES = ("torch", "deepspeed", "numpy", "safetensors")
 BYTES_PER_PARAMETER = 12
-"""Of a checkpoint: weights and Adam's two moments in fp32."""
+"""Of a checkpoint: weights and Adam's two moments, in fp32."""
 MARKER = ".alibi_lm_doctor_"
 
 
-def probe(request: Request) -> Report:
-    """Examine this host; leaves a marker file in the run folder, for the other hosts to see."""
-    report = Report(
+def probe(request: ProbeRequest) -> HostReport:
+    """Check this host, and leave a marker file in the run folder for the other hosts to see."""
+    report = HostReport(
         hostname=socket.gethostname(),
         address=_address(),
         python=f"{platform.python_version()} {sys.executable}",
         versions={"alibi_lm": f"{__version__} ({_source_digest()[:8]})"}
         | {name: importlib.metadata.version(name) for name in PACKAGES},
+        gpus=_gpus(),
     )
     if request.config is not None:
         _read_run(request, report)
@@ -38,14 +39,24 @@ def probe(request: Request) -> Report:
 
 def _address() -> str | None:
     try:
-        said = subprocess.run(["hostname", "-I"], capture_output=True, text=True, check=False)
+        shown = subprocess.run(["hostname", "-I"], capture_output=True, text=True, check=False)
     except OSError:
         return None
-    return next(iter(said.stdout.split()), None)
+    return next(iter(shown.stdout.split()), None)
+
+
+def _gpus() -> list[str]:
+    """Names of the GPUs of DeepSpeed's accelerator; none if that is the CPU."""
+    import torch
+    from deepspeed.accelerator import get_accelerator
+
+    if get_accelerator().device_name() == "cpu":
+        return []
+    return [torch.cuda.get_device_name(i) for i in range(get_accelerator().device_count())]
 
 
 def _source_digest() -> str:
-    """Digest of the library's own files: a version number does not tell copies apart."""
+    """Digest of the library's own files: copies with one version number can differ."""
     state = hashlib.sha256()
     root = Path(__file__).parents[1]
     for path in sorted(root.rglob("*.py")):
@@ -53,9 +64,9 @@ def _source_digest() -> str:
     return state.hexdigest()
 
 
-def _read_run(request: Request, report: Report) -> None:
-    """Config, data, run folder and disk, as training would find them."""
-    # Imported here: a host without a config to read need not load DeepSpeed.
+def _read_run(request: ProbeRequest, report: HostReport) -> None:
+    """Config, data, run folder and disk, read as training reads them."""
+    # Imported here: a host without a config need not load the training code.
     from alibi_lm.config_loading import digest
     from alibi_lm.model.flops import num_parameters
     from alibi_lm.train.data import open_training_data
@@ -65,18 +76,18 @@ def _read_run(request: Request, report: Report) -> None:
     try:
         config, _ = read_config(request.config, request.overrides, request.num_ranks)
         report.config = digest(config)
-        _look_at_disk(Path(config.run.dir), request.token, report)
-        facts = json.dumps(open_training_data(config).facts(), sort_keys=True)
-        report.data = hashlib.sha256(facts.encode()).hexdigest()
+        _check_disk(Path(config.run.dir), request.token, report)
+        manifest = json.dumps(open_training_data(config).facts(), sort_keys=True)
+        report.data = hashlib.sha256(manifest.encode()).hexdigest()
     except UserError as error:
         report.problems.extend(str(problem) for problem in error.problems)
         return
-    # One more than is kept: the next is written before the oldest goes.
+    # One more than is kept: the next is written before the oldest is deleted.
     checkpoints = config.train.keep_last + 1
     report.needed_bytes = checkpoints * BYTES_PER_PARAMETER * num_parameters(config.model)
 
 
-def _look_at_disk(run: Path, token: str, report: Report) -> None:
+def _check_disk(run: Path, token: str, report: HostReport) -> None:
     folder = run.absolute()
     while not folder.is_dir():
         folder = folder.parent
@@ -93,4 +104,4 @@ def _look_at_disk(run: Path, token: str, report: Report) -> None:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(dump(probe(Request(**json.loads(sys.argv[1])))) + "\n")
+    sys.stdout.write(dump(probe(ProbeRequest(**json.loads(sys.argv[1])))) + "\n")

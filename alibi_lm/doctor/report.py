@@ -1,4 +1,4 @@
-"""What each host says of itself, as it travels between the hosts."""
+"""What the hosts report, and its JSON form."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 
 @dataclass
-class Request:
-    """What every host is asked."""
+class ProbeRequest:
+    """What `probe` checks on every host."""
 
     token: str
-    """Names this examination's files."""
+    """Part of the names of this examination's marker files."""
     num_ranks: int
     """Ranks of the whole run."""
     config: str | None = None
@@ -20,57 +20,60 @@ class Request:
 
 
 @dataclass
-class Report:
-    """One host's answers."""
+class HostReport:
+    """One host on its own."""
 
     hostname: str
     address: str | None
-    """The first address that `hostname -I` names."""
+    """The first address of `hostname -I`."""
     python: str
     versions: dict[str, str]
-    """Of the packages that must be the same everywhere."""
+    """Versions of the packages that must be the same everywhere."""
+    gpus: list[str] = field(default_factory=list)
+    """Names of the GPUs that training would use; none on a CPU."""
     config: str | None = None
     """Digest of the resolved config."""
     data: str | None = None
-    """Digest of the digests of token files and tokenizer."""
+    """Digest of the digests of the token files and the tokenizer."""
     run_folder: str | None = None
-    """The run folder, or the nearest folder above it that exists."""
+    """The run folder, or its nearest parent that exists."""
     needed_bytes: int | None = None
-    """What the run's checkpoints will take."""
+    """Size of the run's checkpoints."""
     free_bytes: int | None = None
-    """Where they will lie."""
+    """Free space in `run_folder`."""
     problems: list[str] = field(default_factory=list)
-    """What is wrong with config, data or run folder, in the words of the program."""
+    """Messages about the config, the data or the run folder."""
 
 
 @dataclass
-class Meeting:
-    """What one host says after all have met."""
+class CollectiveReport:
+    """One process of the all-reduce between hosts, or between processes of one host."""
 
     seen: list[str]
-    """Hosts whose files in the run folder this host sees."""
+    """Hosts whose marker files this host sees in the run folder."""
     clock: float | None = None
-    """Seconds that this host's clock is ahead of the first host's."""
+    """Seconds by which this host's clock is ahead of the first host's."""
     total: float | None = None
-    """Sum over all hosts of 1, 2, ... ; None where the hosts could not meet."""
+    """Sum of 1, 2, ... over the processes; None if they could not connect."""
+    num_processes: int = 1
     bytes_per_second: float | None = None
-    """Bandwidth of the all-reduce: 2 (n - 1) / n of its bytes a second."""
+    """Bus bandwidth of the all-reduce: 2 (n - 1) / n of its bytes a second."""
     backend: str = ""
     failure: str | None = None
 
 
 def dump(value: Any) -> str:
-    """One line of JSON."""
+    """A dataclass as one line of JSON."""
     return json.dumps(asdict(value))
 
 
 def last_json(text: str) -> dict[str, Any] | None:
-    """The last line of an output that is a JSON object: login shells may greet before it."""
+    """The last line that is a JSON object: login shells may print a greeting before it."""
     for line in reversed(text.splitlines()):
         if line.startswith("{"):
             try:
-                found: dict[str, Any] = json.loads(line)
+                content: dict[str, Any] = json.loads(line)
             except ValueError:
                 continue
-            return found
+            return content
     return None

@@ -9,10 +9,11 @@ import sys
 import threading
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NoReturn
 
 from alibi_lm.train.environment import launcher_environment
-from alibi_lm.utils.errors import EXIT_STOPPED
+from alibi_lm.utils.errors import EXIT_STOPPED, EXIT_USER_ERROR, UserError
 from alibi_lm.utils.exit import leave, leave_process_group, run_and_report
 from alibi_lm.utils.logging import console
 from alibi_lm.utils.memory import keep_freed_memory
@@ -24,8 +25,8 @@ def main(arguments: Sequence[str]) -> int:
     0: all steps done. 2: user error. 3: loss not finite. 4: asked to stop, and saved. With 5, a
     rank or host lost, the watchdog ends the process (see `utils.exit`).
     """
-    parser = argparse.ArgumentParser(
-        prog="pretrain.py", description="Start a run, or resume it from its last checkpoint."
+    parser = _Parser(
+        prog=_command_name(), description="Start a run, or resume it from its last checkpoint."
     )
     parser.add_argument("config", help="YAML file of the run")
     parser.add_argument(
@@ -56,6 +57,23 @@ def _train(parsed: argparse.Namespace) -> int:
     local_rank, address = int(os.environ["LOCAL_RANK"]), os.environ["MASTER_ADDR"]
     finished = pretrain(parsed.config, parsed.overrides, local_rank, address)
     return 0 if finished else EXIT_STOPPED
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports a mistake on one line, on rank 0 alone."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the line and exit."""
+        with suppress(UserError):
+            place = {**os.environ, **launcher_environment(os.environ, 0)}
+            console.muted = int(place["RANK"]) != 0
+        console.error(f"{self.prog}: {message}; see `{self.prog} --help`")
+        sys.exit(EXIT_USER_ERROR)
+
+
+def _command_name() -> str:
+    script = os.path.basename(sys.argv[0])
+    return "python -m alibi_lm.train.entry" if script == "entry.py" else script
 
 
 def quiet_libraries() -> None:

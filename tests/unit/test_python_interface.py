@@ -50,6 +50,11 @@ def test_the_package_itself_imports_no_torch() -> None:
         _ = alibi_lm.nothing
 
 
+def test_the_interface_is_listed_and_a_run_is_shown_on_one_line(place: Path, run: Run) -> None:
+    assert {"Decoder", "ModelConfig", "Run", "load_corpus", "load_run"} <= set(dir(alibi_lm))
+    assert repr(run) == f"Run('{run.step.folder}', torch.float32)"
+
+
 def test_streamed_batched_and_alone_are_the_same(run: Run) -> None:
     prompts = ["def f(x):", "class", "", "\tfor \U0001f600"]
     for settings in ({}, {"temperature": 1.0, "seed": 3}):
@@ -80,14 +85,17 @@ def test_generate_command(place: Path, run: Run) -> None:
         return done.output
 
     first, second = (text + run.generate([text], 9)[0] + "\n" for text in ("def f", "class A"))
-    assert output("-p", "def f", "-p", "class A") == first + second
-    assert output("-p", "-", given="def f\nclass A\n") == first + second
+    both = f"==> prompt 1 <==\n{first}==> prompt 2 <==\n{second}"
+    assert output("-p", "def f", "-p", "class A") == both
+    assert output("-p", "-", given="def f\nclass A\n") == both
     assert output(given="def f\n") == first
     assert output("-p", "def f", "--stream") == first
-    assert "writes one text" in output("-p", "a", "-p", "b", "--stream", code=2)
+    assert "streams a single prompt, and there are 2" in output(
+        "-p", "a", "-p", "b", "--stream", code=2
+    )
     refused = output("-p", "a", "--top-k", "3", "--top-p", "0.5", code=2)
-    assert "--top-k = 3: says from which" in refused
-    assert "--top-p = 0.5: says from which" in refused
+    assert "--top-k = 3: has no effect: --temperature 0" in refused
+    assert "--top-p = 0.5: has no effect: --temperature 0" in refused
     assert "is empty" in output("-p", "a", "--stop", "", code=2)
 
 

@@ -34,6 +34,7 @@ UTILS = {
     "logging": (),
     "files": (),
     "memory": (),
+    "text": (),
     "exit": ("errors", "logging"),
     "settings": ("errors",),
     "locking": ("errors", "logging"),
@@ -76,7 +77,10 @@ PUBLIC = ("data.hf_dataset", "model.config", "model.decoder", "loaded_run")
 SECTIONS = re.compile(r"^(data|evals|experiments\.claims|model|parallel|tasks|train)\.config$")
 """The packages' own config sections: below everything else."""
 
-ENVIRONMENT_READERS = {"train.entry", "cli.main", "cli.distributed", "bench.stepping"}
+ENVIRONMENT_READERS = {
+    *("train.entry", "bench.processes"),
+    *("cli.main", "cli.doctor", "cli.claims", "cli.distributed"),
+}
 PRINTERS = {"utils.logging"}
 PIPELINE_USERS = {"train.engine.pipeline_module"}
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_SCRIPT_LINES, MAX_FOLDER_FILES = 400, 80, 40, 15

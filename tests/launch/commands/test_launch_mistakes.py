@@ -2,11 +2,12 @@
 
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from launching import error_lines, launch, launch_by_deepspeed, metrics, write_config
+from launching import environment, error_lines, launch, launch_by_deepspeed, metrics, write_config
 
 from alibi_lm.checkpoint.step import open_run
 from alibi_lm.utils.errors import CheckpointError
@@ -61,6 +62,32 @@ def test_a_mistake_is_named(overrides: list[str], part: str, tmp_path: Path) -> 
     (line,) = error_lines(done)
     assert part in line
     assert "Traceback" not in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "part"),
+    [
+        ("train.num_stps=3", "train.num_stps: unknown key; did you mean train.num_steps?"),
+        ("train.global_batch_size=9", "train.global_batch_size"),
+        ("data.corpora.0.prefix=nowhere/corpus", "nowhere/corpus"),
+    ],
+)
+def test_a_mistake_is_one_line_before_any_rank_starts(
+    override: str, part: str, tmp_path: Path
+) -> None:
+    config = str(write_config(tmp_path))
+    done = subprocess.run(
+        [sys.executable, "-m", "alibi_lm", "train", config, "--num-ranks", "2", override],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (2, ""), "the launcher would print here"
+    assert done.stderr.startswith("error: ")
+    assert part in done.stderr
+    assert done.stderr.count("\n") == 1
     assert not (tmp_path / "run").exists()
 
 

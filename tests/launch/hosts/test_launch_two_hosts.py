@@ -212,5 +212,5 @@ def test_the_doctor_examines_both_hosts(pair: TwoHosts, tmp_path: Path) -> None:
     pair.mend(pair.hosts[1])
     assert code == 2, output
     (line,) = [text for text in output.splitlines() if text.startswith("error: ")]
-    assert line.startswith("error: host-b: ssh: does not get there (ssh: connect to host host-b")
+    assert line.startswith("error: host-b: ssh: cannot connect (ssh: connect to host host-b")
     assert "Traceback" not in output

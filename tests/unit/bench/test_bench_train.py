@@ -11,10 +11,19 @@ import torch
 from click.testing import CliRunner
 
 from alibi_lm.bench.attention import AttentionBenchmark, _eager, _ways, benchmark_attention
-from alibi_lm.bench.baselines import DENSE, OURS, SIZES, STOCK, X_TRANSFORMERS, Shape, become, make
-from alibi_lm.bench.roofline import PARTS, Product, product_rate, products, profile_step
+from alibi_lm.bench.baselines import (
+    DENSE,
+    OURS,
+    SIZES,
+    TRANSFORMERS,
+    X_TRANSFORMERS,
+    ModelSize,
+    become,
+    make,
+)
+from alibi_lm.bench.roofline import PARTS, Matmul, matmul_rate, matmuls, profile_step
 from alibi_lm.bench.train import groups
-from alibi_lm.cli.bench_train import NAMES
+from alibi_lm.cli.bench import MODELS
 from alibi_lm.cli.main import main
 from alibi_lm.model.flops import num_parameters
 from alibi_lm.model.layers import Attention
@@ -65,7 +74,7 @@ def test_models_take_turns_in_processes_of_their_own(tmp_path: Path) -> None:
         assert len(found["peak_bytes"]) == 2
         assert min(found["peak_bytes"]) > 4e6 * 12  # fp32 weights and moments at least
         flops = 64 * (6 * (4 * 12 * 256**2 + 4096 * 256) + 12 * 4 * 256 * 32)
-        pairs = zip(found["seconds"], result["product_rates"], strict=True)
+        pairs = zip(found["seconds"], result["matmul_rates"], strict=True)
         assert found["mfu"] == pytest.approx(
             median(flops / (taken * rate) for taken, rate in pairs)
         )
@@ -74,20 +83,20 @@ def test_models_take_turns_in_processes_of_their_own(tmp_path: Path) -> None:
     assert result["models"]["mpt"]["memory"]["median"] > 0
     assert "| mpt |" in done.output
     assert set(result["profile"]) == {*PARTS, "other", "all"}
-    assert result["profile"]["products"] > 0
+    assert result["profile"]["matmuls"] > 0
 
 
 def test_the_command_takes_every_model_there_is() -> None:
     """The command names them itself, since its help must not wait for torch."""
-    assert sorted(NAMES) == sorted([*OURS, *STOCK, X_TRANSFORMERS])
+    assert sorted(MODELS) == sorted([*OURS, *TRANSFORMERS, X_TRANSFORMERS])
 
 
 @pytest.mark.usefixtures("_small")
-@pytest.mark.parametrize("name", [*OURS, *STOCK])
+@pytest.mark.parametrize("name", [*OURS, *TRANSFORMERS])
 def test_peers_are_of_the_same_size_and_learn(name: str) -> None:
-    losses = make(name, Shape("4m", 32))
+    losses = make(name, ModelSize("4m", 32))
     tokens = torch.randint(SMALL["vocab_size"], (2, 33), generator=torch.Generator().manual_seed(0))
-    wanted = num_parameters(Shape("4m", 32).model("alibi"))
+    wanted = num_parameters(ModelSize("4m", 32).config("alibi"))
     assert sum(p.numel() for p in losses.parameters()) == pytest.approx(wanted, rel=0.03)
     optimizer = torch.optim.AdamW(losses.parameters(), lr=1e-2)
     values = []
@@ -102,26 +111,26 @@ def test_peers_are_of_the_same_size_and_learn(name: str) -> None:
 
 @pytest.mark.usefixtures("_small")
 def test_a_model_becomes_another_of_the_same_parameters() -> None:
-    shape = Shape("4m", 32)
+    size = ModelSize("4m", 32)
     tokens = torch.randint(SMALL["vocab_size"], (2, 33), generator=torch.Generator().manual_seed(0))
-    model = make("none", shape)
+    model = make("none", size)
     for name in ("alibi", DENSE, "none"):
-        become(model, name, shape)
-        fresh = make(name, shape)
+        become(model, name, size)
+        fresh = make(name, size)
         assert model(tokens) == fresh(tokens)
         epsilons = [[m.epsilon for m in x.modules() if isinstance(m, Attention)]
                     for x in (model, fresh)]  # fmt: skip
         assert epsilons[0] == epsilons[1]
-    assert model(tokens) != make("alibi", shape)(tokens)
+    assert model(tokens) != make("alibi", size)(tokens)
     assert groups(["mpt", "none", "rotary", "alibi"]) == [("mpt",), ("none", "alibi"), ("rotary",)]
 
 
 def test_products_are_those_of_a_forward_pass() -> None:
-    found = products(SMALL, 10)
+    found = matmuls(SMALL, 10)
     matrices = 2 * 12 * 64 * 64 + 256 * 64
     assert sum(each.flops for each in found) == 2 * 10 * matrices
-    assert Product(10, 64, 256, 1) in found
-    rate = product_rate(SMALL, 10)()
+    assert Matmul(10, 64, 256, 1) in found
+    rate = matmul_rate(SMALL, 10)()
     assert min(rate.forward, rate.step) > 0
 
 
@@ -132,7 +141,7 @@ def test_a_profile_finds_the_parts() -> None:
         torch.nn.functional.gelu(left @ left).sum()
 
     parts = profile_step(step)
-    assert parts["products"] > 0
+    assert parts["matmuls"] > 0
     assert parts["gelu"] > 0
     assert parts["attention"] == 0
     assert parts["all"] == pytest.approx(sum(v for k, v in parts.items() if k != "all"))

@@ -163,7 +163,7 @@ def test_a_number_that_is_none_is_refused(
     needed = ["here" for each in command_at(command).params if isinstance(each, click.Argument)]
     done = CliRunner().invoke(main, [*command, *needed, option.opts[0], value])
     assert done.exit_code == 2
-    assert f"Invalid value for '{option.opts[0]}'" in done.output
+    assert f"invalid value for '{option.opts[0]}'" in done.output
 
 
 def test_prompts_are_the_lines_of_standard_input(tmp_path: Path) -> None:
@@ -176,17 +176,98 @@ def test_prompts_are_the_lines_of_standard_input(tmp_path: Path) -> None:
                               check=False)  # fmt: skip
 
     text = "a\x0cb\u2028c d"
-    told = given(text.encode() + b"\n\n", "-p", "-").stdout.decode().split("\n")
-    assert [told[0][: len(text)], len(told)] == [text, 3], "a form feed ends no prompt"
+    lines = given(text.encode() + b"\n\n", "-p", "-").stdout.decode().split("\n")
+    headings = [line for line in lines if line.startswith("==>")]
+    assert headings == ["==> prompt 1 <==", "==> prompt 2 <=="], "a form feed ends no prompt"
+    assert lines[1].startswith(text)
     assert given(b"", "-p", "-").stdout == b""
     wrong = given(b"a\xff")
-    assert (wrong.returncode, wrong.stdout, wrong.stderr.count(b"\n")) == (2, b"", 1)
-    assert wrong.stderr.startswith(b"error: standard input: cannot be read as text")
+    assert (wrong.returncode, wrong.stdout) == (2, b"")
+    assert wrong.stderr == (
+        b"error: standard input: is not UTF-8: byte 0xff at offset 1; convert it to UTF-8, for "
+        b"example with iconv\n"
+    )
+    latin = environment | {"PYTHONIOENCODING": "latin-1"}
+    declared = subprocess.run(line, input=b"\xfc", env=latin, capture_output=True, check=True)
+    assert declared.stdout.startswith(b"\xfc"), "the declared encoding is used"
     environment["PYTHONIOENCODING"] = "ascii"
     shown = given(b"", "-p", "\u00fc")
     assert (shown.returncode, shown.stdout[:4]) == (0, b"\\xfc"), "what a terminal lacks is spelt"
     script = f"exec {shlex.join(line)} <&-"
     assert subprocess.run(["sh", "-c", script], capture_output=True, check=False).returncode == 0
+
+
+def test_a_prompt_is_utf_8_in_every_locale(tmp_path: Path) -> None:
+    add_tokenizer(write_step(tmp_path / "run", {"num_heads": 8}), tmp_path)
+    line = [*COMMAND, "generate", str(tmp_path / "run"), "--max-new-tokens", "1", "-p"]
+    plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    prompt = "\u00fc".encode()
+    done = subprocess.run([*line, prompt], env=os.environ | plain, capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.startswith(b"\\xfc")
+    piped = subprocess.run(
+        line[:-1], input=prompt, env=os.environ | plain, capture_output=True, check=False
+    )
+    assert piped.stdout.startswith(b"\\xfc")
+    wrong = subprocess.run([*line, b"a\xff"], capture_output=True, check=False)
+    assert wrong.returncode == 2
+    assert wrong.stderr.startswith(b"error: --prompt: is not UTF-8: byte 0xff at offset 1; ")
+
+
+@pytest.mark.parametrize("path", list(levels(main)), ids=lambda path: " ".join(path) or "alibi-lm")
+def test_a_mistake_in_the_command_line_is_one_line_in_the_commands_name(
+    path: tuple[str, ...],
+) -> None:
+    name = " ".join(["alibi-lm", *path])
+    done = CliRunner().invoke(main, [*path, "--dry-rum"])
+    assert done.exit_code == 2
+    assert done.output.startswith(f"error: {name}: no such option")
+    assert "--dry-rum" in done.output
+    assert done.output.endswith(f"; see `{name} --help`\n")
+    assert done.output.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (["trian"], "alibi-lm: no such command 'trian'"),
+        (["train"], "alibi-lm train: missing argument 'CONFIG'"),
+        (["train", "c.yaml", "--num-ranks", "0"], "alibi-lm train: invalid value for '--num-r"),
+        (["plan", "c.yaml"], "alibi-lm plan: missing option '--num-ranks'"),
+    ],
+    ids=lambda part: " ".join(part) if isinstance(part, list) else "",
+)
+def test_other_mistakes_in_the_command_line(line: list[str], expected: str) -> None:
+    done = CliRunner().invoke(main, line)
+    assert done.exit_code == 2
+    assert done.output.startswith(f"error: {expected}")
+    assert done.output.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("program", "name"),
+    [
+        (["launch/pretrain.py"], "pretrain.py"),
+        (["-m", "alibi_lm.train.entry"], "python -m alibi_lm.train.entry"),
+        (["evals/perplexity.py"], "alibi-lm eval perplexity"),
+        (["data/prepare.py"], "alibi-lm prepare"),
+        (["-m", "alibi_lm", "report"], "alibi-lm report"),
+    ],
+    ids=lambda part: part[-1] if isinstance(part, list) else "",
+)
+def test_scripts_and_modules_name_an_unknown_option_on_one_line(
+    program: list[str], name: str
+) -> None:
+    command = [sys.executable, *program, "some.yaml", "--dry-rum"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"error: {name}: ")
+    assert "--dry-rum" in done.stderr
+    assert done.stderr.count("\n") == 1
+    other = [sys.executable, "launch/pretrain.py", "some.yaml", "--dry-rum"]
+    environment = os.environ | {"RANK": "1"}
+    muted = subprocess.run(other, cwd=REPOSITORY, env=environment, capture_output=True, check=False)
+    assert (muted.returncode, muted.stderr) == (2, b""), "rank 0 alone speaks"
 
 
 WAITING = """
@@ -213,5 +294,5 @@ def test_an_interrupted_command_has_its_code_and_no_traceback() -> None:
     assert process.stdout is not None
     assert process.stdout.readline() == b"ready\n"
     process.send_signal(signal.SIGINT)
-    output, told = process.communicate(timeout=60)
-    assert (process.returncode, output, told) == (errors.EXIT_INTERRUPTED, b"", b"")
+    output, errors_ = process.communicate(timeout=60)
+    assert (process.returncode, output, errors_) == (errors.EXIT_INTERRUPTED, b"", b"")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,15 +11,16 @@ import pytest
 from launching import write_config
 
 from alibi_lm.doctor import hosts as hosts_module
-from alibi_lm.doctor.checks import Examined, host_problems, meeting_problems, table
+from alibi_lm.doctor.checks import Host, collective_problems, host_problems, table
 from alibi_lm.doctor.collective import seen
+from alibi_lm.doctor.examine import examine
 from alibi_lm.doctor.hosts import THIS, Answer, exported, read_hostfile, run_everywhere
 from alibi_lm.doctor.probe import MARKER, probe
-from alibi_lm.doctor.report import Meeting, Report, Request, dump, last_json
+from alibi_lm.doctor.report import CollectiveReport, HostReport, ProbeRequest, dump, last_json
 from alibi_lm.utils.errors import ConfigError
 
 GOOD = Answer(0, "", "")
-REPORT = Report(
+REPORT = HostReport(
     hostname="node-1",
     address="10.0.0.1",
     python="3.11.7 /opt/venv/bin/python",
@@ -29,27 +31,27 @@ REPORT = Report(
     needed_bytes=1 << 30,
     free_bytes=1 << 40,
 )
-MEETING = Meeting(["node-1", "node-2"], 0.0, 3.0, 1e9, "gloo")
+COLLECTIVE = CollectiveReport(["node-1", "node-2"], 0.0, 3.0, 2, 1e9, "gloo")
 
 
-def pair(**changes: Any) -> list[Examined]:
-    """Two good hosts, the second changed: fields of its report, or of its meeting."""
+def pair(**changes: Any) -> list[Host]:
+    """Two good hosts, the second changed: fields of its report, or of its all-reduce."""
     of_report = {key: value for key, value in changes.items() if hasattr(REPORT, key)}
-    of_meeting = {key: value for key, value in changes.items() if key not in of_report}
+    of_collective = {key: value for key, value in changes.items() if key not in of_report}
     second = replace(REPORT, **({"hostname": "node-2"} | of_report))
     return [
-        Examined("node-1", GOOD, REPORT, MEETING),
-        Examined("node-2", GOOD, second, replace(MEETING, **of_meeting)),
+        Host("node-1", GOOD, REPORT, COLLECTIVE),
+        Host("node-2", GOOD, second, replace(COLLECTIVE, **of_collective)),
     ]
 
 
-def lines(hosts: list[Examined]) -> list[str]:
-    return [str(problem) for problem in (*host_problems(hosts), *meeting_problems(hosts))]
+def lines(hosts: list[Host]) -> list[str]:
+    return [str(problem) for problem in (*host_problems(hosts), *collective_problems(hosts))]
 
 
 def test_good_hosts_have_no_problems() -> None:
     assert lines(pair()) == []
-    assert lines([Examined(THIS, GOOD, REPORT, Meeting(["node-1"], 0.0, 1.0))]) == []
+    assert lines([Host(THIS, GOOD, REPORT, CollectiveReport(["node-1"], 0.0, 3.0, 2))]) == []
 
 
 @pytest.mark.parametrize(
@@ -64,12 +66,15 @@ def test_good_hosts_have_no_problems() -> None:
             {"python": "3.12.1 /opt/venv/bin/python"},
             "python = 3.12.1 /opt/venv/bin/python: is 3.11",
         ),
-        ({"config": "e" * 64}, "config = eeeeeeee: resolves to another config than on node-1"),
-        ({"data": "e" * 64}, "data = eeeeeeee: are not those of node-1"),
+        ({"config": "e" * 64}, "config = eeeeeeee: differs from the resolved config on node-1"),
+        ({"data": "e" * 64}, "data = eeeeeeee: differs from the data on node-1"),
         ({"free_bytes": 1 << 20}, "disk = 1 MiB: is free in /shared/runs; the run's checkpoints"),
-        ({"clock": -42.0}, "clock = -42.0 s: is more than 5 s from the clock of node-1"),
-        ({"seen": ["node-2"]}, "run.dir: does not show what node-1 wrote there; put run.dir on"),
-        ({"total": 2.0}, "all-reduce = 2.0: should give 3 from 2 hosts"),
+        ({"clock": -42.0}, "clock = -42.0 s: differs by more than 5 s from node-1"),
+        (
+            {"seen": ["node-2"]},
+            "run.dir: does not show the files that node-1 wrote there; put",
+        ),
+        ({"total": 2.0}, "all-reduce = 2.0: should give 3 from 2 processes"),
         (
             {"failure": "Connection refused", "total": None},
             "all-reduce: failed (Connection refused",
@@ -101,20 +106,20 @@ def test_hosts_that_do_not_answer_are_named_with_what_they_said() -> None:
     away = Answer(1, "", "Killed\n")
     hosts = [
         pair()[0],
-        Examined("node-2", unreachable, None),
-        Examined("node-3", no_package, None),
+        Host("node-2", unreachable, None),
+        Host("node-3", no_package, None),
     ]
     first, second = [str(problem) for problem in host_problems(hosts)]
-    assert first.startswith(
-        "node-2: ssh: does not get there (ssh: connect to host node-2: No route"
-    )
+    assert first.startswith("node-2: ssh: cannot connect (ssh: connect to host node-2: No route")
     assert "`ssh node-2 hostname`" in first
     assert second.startswith("node-3: python: cannot run the package there (python: No module")
     rows = table(hosts, {"node-2": {"ssh"}, "node-3": {"python"}})
     assert rows[2].split()[:2] == ["node-2", "no!"]
     assert rows[3].split()[:3] == ["node-3", "yes", "-!"]
-    (line,) = (str(p) for p in meeting_problems([replace(pair()[0], answer=away, meeting=None)]))
-    assert line.startswith("node-1: all-reduce: did not come to the meeting (Killed)")
+    (line,) = (
+        str(p) for p in collective_problems([replace(pair()[0], answer=away, collective=None)])
+    )
+    assert line.startswith("node-1: all-reduce: did not finish (Killed)")
 
 
 def test_the_table_is_one_line_a_host_and_columns_stand_under_their_heads() -> None:
@@ -124,6 +129,30 @@ def test_the_table_is_one_line_a_host_and_columns_stand_under_their_heads() -> N
         assert rows[1][rows[0].index(word)] != " "
     assert "gloo 1.00 GB/s" in rows[1]
     assert "1 TiB free" in rows[1].replace("1.0 TiB", "1 TiB")
+
+
+def test_gpus_are_listed_and_counted() -> None:
+    hosts = [replace(pair()[0], report=replace(REPORT, gpus=["H200"] * 4), slots=4)]
+    assert lines(hosts[:1]) == []
+    row = table(hosts, {})[1]
+    assert "4 x H200" in row
+    assert " none " in table(pair(), {})[1]
+    (line,) = (str(p) for p in host_problems([replace(hosts[0], slots=8)]))
+    assert line.startswith("node-1: gpus = 4 GPUs: are too few for 8 ranks there; lower the host")
+
+
+def test_one_machine_runs_an_all_reduce_between_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    config = write_config(tmp_path)
+    environment = dict(os.environ) | {"PYTHONPATH": str(Path(__file__).parents[3])}
+    assert examine(config, [], None, 1, (None, 29500), environment) == []
+    header, row = capsys.readouterr().out.splitlines()
+    assert row[header.index("all-reduce") :].startswith("gloo ")
+    assert row[header.index("gpus") :].startswith("none")
+    assert row[header.index("run.dir") :].startswith("writable")
+    assert not list(tmp_path.glob(".alibi_lm_doctor*"))
 
 
 def test_hostfiles_are_read_as_the_launcher_does(tmp_path: Path) -> None:
@@ -163,22 +192,22 @@ def test_commands_run_in_the_folder_with_the_variables(tmp_path: Path) -> None:
 
 
 def test_answers_are_found_behind_a_greeting() -> None:
-    text = "Welcome!\n{not json\n" + dump(MEETING) + "\nbye\n"
-    said = last_json(text)
-    assert said is not None
-    assert Meeting(**said) == MEETING
+    text = "Welcome!\n{not json\n" + dump(COLLECTIVE) + "\nbye\n"
+    content = last_json(text)
+    assert content is not None
+    assert CollectiveReport(**content) == COLLECTIVE
     assert last_json("Welcome!\n") is None
 
 
 def test_a_probe_without_a_config_looks_at_the_machine_only(tmp_path: Path) -> None:
-    report = probe(Request("token", 1))
+    report = probe(ProbeRequest("token", 1))
     assert report.versions["torch"].startswith("2.")
     assert report.config is report.data is report.run_folder is None
 
 
 def test_a_probe_finds_the_runs_facts_and_leaves_a_marker(tmp_path: Path) -> None:
     config = write_config(tmp_path)
-    report = probe(Request("token", 2, str(config), ["train.keep_last=3"]))
+    report = probe(ProbeRequest("token", 2, str(config), ["train.keep_last=3"]))
     assert report.problems == []
     assert report.run_folder == str(tmp_path)
     assert report.config is not None
@@ -189,7 +218,7 @@ def test_a_probe_finds_the_runs_facts_and_leaves_a_marker(tmp_path: Path) -> Non
     assert seen(tmp_path, "other") == []
     marker = tmp_path / f"{MARKER}token_{report.hostname}"
     assert marker.is_file()
-    wrong = probe(Request("token", 2, str(config), ["train.num_steps=0"]))
+    wrong = probe(ProbeRequest("token", 2, str(config), ["train.num_steps=0"]))
     assert wrong.problems == ["train.num_steps = 0: is not positive; give at least 1"]
-    again = probe(Request("token", 2, str(config), ["train.keep_last=3"]))
+    again = probe(ProbeRequest("token", 2, str(config), ["train.keep_last=3"]))
     assert (again.config, again.data) == (report.config, report.data)

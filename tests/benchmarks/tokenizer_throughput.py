@@ -1,22 +1,28 @@
-"""Speed of tokenizing with one process and with all cores, beside the library's own batch call."""
+"""Throughput of `prepare`'s tokenization, relative to the tokenizer library's own batch call.
+
+python tests/benchmarks/tokenizer_throughput.py RECIPE [key=value ...] [--json FILE]
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import cycle
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import click
+
 from alibi_lm.bench.interleaved_timing import interleaved, markdown, paired_ratio, publish, timed
 from alibi_lm.data.config import RecipeConfig, SourceConfig
 from alibi_lm.data.indexed import token_dtype
 from alibi_lm.data.preparation.documents import Document, DocumentReader
+from alibi_lm.data.preparation.prepare import load_recipe
 from alibi_lm.data.preparation.tokenization import BATCH_BYTES
 from alibi_lm.data.preparation.workers import Encoder, Workers, available_cores
-from alibi_lm.data.tokenizer import Tokenizer
+from alibi_lm.data.tokenizer import Tokenizer, load_tokenizer
 
 OURS, LIBRARY = "ours", "library"
 
@@ -29,19 +35,18 @@ def benchmark_tokenize(
     repeats: int = 7,
     path: Path | None = None,
 ) -> dict[str, Any]:
-    """Tokenize the start of a recipe's sources in four ways, in turns; say and return the result.
+    """Tokenize the start of a recipe's sources in four ways, interleaved; print the result.
 
-    Ours is what `prepare` does up to the arrays that it writes; the library's is one call with all
-    documents and as many threads, up to its lists of ids. Both with one process or thread, and
-    with several. Processes are started before the clock.
+    Ours is what `prepare` does, up to the arrays that it writes. The library's is one call with
+    all documents and as many threads, up to its lists of ids. Both run with one process or
+    thread, and with several; processes start before the clock.
 
     Args:
-        recipe: whose documents are tokenized, those that are made aside; short sources are read
-            several times.
+        recipe: whose documents are tokenized, except generated ones; short sources repeat.
         tokenizer: what encodes them.
-        num_workers: processes, or threads, of the parallel turns; by default one a core.
-        num_bytes: text of one turn, in UTF-8.
-        repeats: number of turns.
+        num_workers: processes or threads of the parallel measurements; by default one a core.
+        num_bytes: UTF-8 bytes of text in one measurement.
+        repeats: number of measurements.
         path: where the result is written too.
     """
     batches = list(_batches(recipe, num_bytes))
@@ -53,22 +58,24 @@ def benchmark_tokenize(
     with Workers(encoder, counts[0]) as one, Workers(encoder, counts[-1]) as several:
         for workers in (one, several):  # the processes start with their first batch
             _encode(workers, batches[: 8 * workers.num_workers])
-        ways: dict[str, Callable[[], float]] = {}
+        measurements: dict[str, Callable[[], float]] = {}
         for workers in (one, several)[: len(counts)]:
             threads = workers.num_workers
-            ways[f"{OURS} {threads}"] = timed(partial(_encode, workers, batches))
-            ways[f"{LIBRARY} {threads}"] = timed(partial(library, texts, threads))
-        seconds = interleaved(ways, repeats)
+            measurements[f"{OURS} {threads}"] = timed(partial(_encode, workers, batches))
+            measurements[f"{LIBRARY} {threads}"] = timed(partial(library, texts, threads))
+        seconds = interleaved(measurements, repeats)
     ours = {n: seconds[f"{OURS} {n}"] for n in counts}
-    theirs = {n: seconds[f"{LIBRARY} {n}"] for n in counts}
+    library_seconds = {n: seconds[f"{LIBRARY} {n}"] for n in counts}
     result = {
         "bytes": size,
         "tokenizer": tokenizer.kind,
         "repeats": repeats,
         "processes": counts,
-        "megabytes_a_second": {name: size / 1e6 / median(seconds[name]) for name in ways},
+        "megabytes_a_second": {name: size / 1e6 / median(seconds[name]) for name in measurements},
         "seconds": seconds,
-        "speed_to_library": {str(n): paired_ratio(theirs[n], ours[n]).as_dict() for n in counts},
+        "speed_to_library": {
+            str(n): paired_ratio(library_seconds[n], ours[n]).as_dict() for n in counts
+        },
         "speed_to_one": paired_ratio(ours[counts[0]], ours[counts[-1]]).as_dict(),
     }
     publish(result, benchmark_lines(result), path)
@@ -81,7 +88,7 @@ def _encode(workers: Workers, batches: list[list[str]]) -> None:
 
 
 def _library_call(tokenizer: Tokenizer) -> Callable[[list[str], int], object]:
-    """The library's own call that encodes many texts with some threads."""
+    """The library's own call that encodes many texts on several threads."""
     if tokenizer.kind == "sentencepiece":
         from sentencepiece import SentencePieceProcessor
 
@@ -94,16 +101,16 @@ def _library_call(tokenizer: Tokenizer) -> Callable[[list[str], int], object]:
     file.no_padding()
 
     def encode(texts: list[str], threads: int) -> object:
-        # The library has one pool with a thread a core; this says whether it is used.
+        # The library's pool has a thread a core; this switches it on or off.
         os.environ["TOKENIZERS_PARALLELISM"] = "true" if threads > 1 else "false"
-        found = file.encode_batch_fast(texts, add_special_tokens=False)
-        return [encoding.ids for encoding in found]
+        encodings = file.encode_batch_fast(texts, add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
 
     return encode
 
 
 def benchmark_lines(result: dict[str, Any]) -> list[str]:
-    """The result for the terminal, as a table."""
+    """The result as a table."""
     speeds = result["megabytes_a_second"]
     rows = []
     for n in result["processes"]:
@@ -118,17 +125,17 @@ def benchmark_lines(result: dict[str, Any]) -> list[str]:
         )
     return [
         f"tokenizing {result['bytes'] / 1e6:.1f} MB ({result['tokenizer']}); medians of "
-        f"{result['repeats']} interleaved repetitions",
+        f"{result['repeats']} interleaved measurements",
         *markdown(["processes or threads", "ours", "the library's batch call", "speed"], rows),
-        f"all processes to one: {result['speed_to_one']['median']:.2f} times",
+        f"all processes relative to one: {result['speed_to_one']['median']:.2f} times",
     ]
 
 
 def _batches(recipe: RecipeConfig, num_bytes: int) -> Iterator[list[str]]:
     documents: list[Document] = []
-    read = [source for source in recipe.sources if not source.generated]
-    for source in read:
-        documents += _start(source, num_bytes // len(read) + 1)
+    sources = [source for source in recipe.sources if not source.generated]
+    for source in sources:
+        documents += _start(source, num_bytes // len(sources) + 1)
     batch: list[str] = []
     size = total = 0
     for document in cycle(documents):
@@ -150,3 +157,23 @@ def _start(source: SourceConfig, num_bytes: int) -> Iterator[Document]:
         total += document.num_bytes
         if total >= num_bytes:
             return
+
+
+@click.command()
+@click.argument("recipe", type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1)
+@click.option("--megabytes", type=click.FloatRange(0.1), default=16.0)
+@click.option("--repeats", type=click.IntRange(1), default=7)
+@click.option("--json", "path", type=click.Path(path_type=Path, dir_okay=False))
+def main(
+    recipe: Path, overrides: Sequence[str], megabytes: float, repeats: int, path: Path | None
+) -> None:
+    """Tokenize the start of RECIPE's corpora with the tokenizer that `prepare` left."""
+    loaded = load_recipe(recipe, list(overrides))
+    tokenizer = load_tokenizer(Path(loaded.output) / "tokenizer")
+    size = int(megabytes * 1e6)
+    benchmark_tokenize(loaded, tokenizer, num_bytes=size, repeats=repeats, path=path)
+
+
+if __name__ == "__main__":
+    main()

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from alibi_lm.bench.load import LoadBenchmark, benchmark_load, write_corpus
 from alibi_lm.data.indexed import TokenFile
 from alibi_lm.utils.errors import DataError
+from tests.benchmarks.loader_throughput import LoadBenchmark, benchmark_load, write_corpus
 
 SMALL = LoadBenchmark(0.002, 64, 2, 4, loaded_steps=3, trained_steps=1, repeats=2)
 

@@ -1,4 +1,7 @@
-"""How many times faster the training loader is than the training it feeds, from a cold corpus."""
+"""Throughput of the training loader from a cold corpus, relative to the training that it feeds.
+
+python tests/benchmarks/loader_throughput.py PREFIX [--gigabytes 28] [--repeats 7] [--json FILE]
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import click
 import numpy as np
 import torch
 
@@ -33,7 +37,7 @@ _MEAN_LENGTH = 1000
 
 @dataclass(frozen=True)
 class LoadBenchmark:
-    """What `benchmark_load` is to measure."""
+    """Settings of `benchmark_load`."""
 
     gigabytes: float = 28.0
     """Size of the corpus, in 1e9 bytes."""
@@ -41,32 +45,32 @@ class LoadBenchmark:
     micro_batch_size: int = 8
     global_batch_size: int = 32
     loaded_steps: int = 64
-    """Steps whose samples are read in a turn."""
+    """Steps whose samples are read in one measurement."""
     trained_steps: int = 1
-    """Steps that are trained in a turn."""
+    """Steps trained in one measurement."""
     repeats: int = 7
 
 
 def benchmark_load(
     prefix: Path, settings: LoadBenchmark, path: Path | None = None, *, keep: bool = False
 ) -> dict[str, Any]:
-    """Read samples as training does and train a 10M model, in turns; say the ratio of the speeds.
+    """Read samples as training does and train a 10M model, interleaved; print the speeds' ratio.
 
-    The corpus is made at `prefix` unless its files are there, of random tokens, and removed unless
-    `keep` is set. Before each turn the system is told to forget what it holds of the corpus; a
-    corpus larger than memory could not stay there anyway. Samples are read in the order of
-    training, each once, so from all over the file.
+    Unless files at `prefix` exist, a corpus of random tokens is written there, and removed
+    afterwards unless `keep`. The page cache of the corpus is dropped before each measurement; a
+    corpus larger than memory could not stay there anyway. Samples are read in training order,
+    each once, from all over the file.
 
     Raises:
         DataError: the disk has no room for the corpus.
     """
-    made = not idx_path(prefix).exists()
-    if made:
+    generated = not idx_path(prefix).exists()
+    if generated:
         write_corpus(prefix, int(settings.gigabytes * 1e9))
     try:
         result = _measure(prefix, settings)
     finally:
-        if made and not keep:
+        if generated and not keep:
             bin_path(prefix).unlink(missing_ok=True)
             idx_path(prefix).unlink(missing_ok=True)
     publish(result, benchmark_lines(result), path)
@@ -74,7 +78,7 @@ def benchmark_load(
 
 
 def write_corpus(prefix: Path, num_bytes: int) -> None:
-    """A token file of random documents, on the storage device."""
+    """Write token files of random documents."""
     prefix.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(prefix.parent).free
     if num_bytes > 0.9 * free:
@@ -93,23 +97,23 @@ def write_corpus(prefix: Path, num_bytes: int) -> None:
 
 def _lengths(generator: np.random.Generator, total: int) -> np.ndarray:
     """Document lengths that add up to `total`."""
-    cuts = np.unique(generator.integers(0, total, total // _MEAN_LENGTH))
-    return np.diff(np.concatenate(([0], cuts, [total]))).astype(np.int32)
+    ends = np.unique(generator.integers(0, total, total // _MEAN_LENGTH))
+    return np.diff(np.concatenate(([0], ends, [total]))).astype(np.int32)
 
 
 def _measure(prefix: Path, settings: LoadBenchmark) -> dict[str, Any]:
     start = time.perf_counter()
-    inputs = open_training_data(_config(prefix, settings))
+    data = open_training_data(_config(prefix, settings))
     opened = time.perf_counter() - start
-    forget(bin_path(prefix))
+    drop_page_cache(bin_path(prefix))
     steps = count()
     memory_before = private_bytes()
 
     def load() -> float:
-        forget(bin_path(prefix))
+        drop_page_cache(bin_path(prefix))
         start = time.perf_counter()
         for _ in range(settings.loaded_steps):
-            inputs.micro_batches(next(steps), 0, 1)
+            data.micro_batches(next(steps), 0, 1)
         return time.perf_counter() - start
 
     load()
@@ -118,7 +122,7 @@ def _measure(prefix: Path, settings: LoadBenchmark) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(decoder.parameters(), lr=1e-4, fused=True)
 
     def train() -> float:
-        batches = _batches(inputs, settings.trained_steps)
+        batches = _batches(data, settings.trained_steps)
         start = time.perf_counter()
         for step in batches:
             for tokens in step:
@@ -136,7 +140,7 @@ def _measure(prefix: Path, settings: LoadBenchmark) -> dict[str, Any]:
     return asdict(settings) | {
         "bytes": bin_path(prefix).stat().st_size,
         "memory_of_machine": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "documents": inputs.corpora[0].num_documents,
+        "documents": data.corpora[0].num_documents,
         "parameters": num_parameters(decoder.config),
         "threads": torch.get_num_threads(),
         "seconds_to_open": opened,
@@ -158,33 +162,46 @@ def _config(prefix: Path, settings: LoadBenchmark) -> Config:
     return build(Config, {"run": run, "data": data, "model": dict(MODEL), "train": train})
 
 
-def _batches(inputs: TrainingData, num_steps: int) -> list[list[torch.Tensor]]:
-    return [inputs.micro_batches(step, 0, 1) for step in range(num_steps)]
+def _batches(data: TrainingData, num_steps: int) -> list[list[torch.Tensor]]:
+    return [data.micro_batches(step, 0, 1) for step in range(num_steps)]
 
 
-def forget(path: Path) -> None:
-    """Let the system drop what it caches of a file, as far as no process maps it."""
+def drop_page_cache(path: Path) -> None:
+    """Let the system drop the cached pages of a file that no process maps."""
     with path.open("rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def benchmark_lines(result: dict[str, Any]) -> list[str]:
-    """The result for the terminal, as a table."""
+    """The result as a table."""
     speeds, ratio = result["tokens_a_second"], result["ratio"]
+    training = f"training, {result['parameters'] / 1e6:.1f}M parameters, bf16"
     rows = [
-        [what, f"{median(speeds[key]):,.0f}"]
-        for what, key in (
-            ("loader, from storage", "load"),
-            (f"training, {result['parameters'] / 1e6:.1f}M parameters, bf16", "train"),
-        )
+        ["loader, from storage", f"{median(speeds['load']):,.0f}"],
+        [training, f"{median(speeds['train']):,.0f}"],
     ]
     return [
         f"corpus of {result['bytes'] / 1e9:.1f} GB in {result['documents']:,} documents, the "
         f"machine's memory {result['memory_of_machine'] / 1e9:.1f} GB; windows of "
         f"{result['sequence_length']:,}, {result['threads']} threads; medians of "
-        f"{result['repeats']} interleaved repetitions",
+        f"{result['repeats']} interleaved measurements",
         *markdown(["", "tokens a second"], rows),
         f"ratio {ratio['median']:.1f} [{ratio['low']:.1f}, {ratio['high']:.1f}]; opened in "
-        f"{result['seconds_to_open']:.1f} s; memory of loading (beside cached pages of the file) "
+        f"{result['seconds_to_open']:.1f} s; memory of loading (without cached pages of the file) "
         f"{result['private_bytes_of_loading'] / 2**20:.1f} MiB",
     ]
+
+
+@click.command()
+@click.argument("prefix", type=click.Path(path_type=Path))
+@click.option("--gigabytes", type=click.FloatRange(0.001), default=28.0)
+@click.option("--keep", is_flag=True, help="Keep the corpus.")
+@click.option("--repeats", type=click.IntRange(1), default=7)
+@click.option("--json", "path", type=click.Path(path_type=Path, dir_okay=False))
+def main(prefix: Path, gigabytes: float, keep: bool, repeats: int, path: Path | None) -> None:
+    """Measure on token files at PREFIX, which are generated unless they exist."""
+    benchmark_load(prefix, LoadBenchmark(gigabytes, repeats=repeats), path, keep=keep)
+
+
+if __name__ == "__main__":
+    main()

@@ -9,11 +9,11 @@ import pytest
 from tokenizers import Tokenizer as LibraryTokenizer
 from tokenizers import models, pre_tokenizers
 
-from alibi_lm.bench.tokenize import _library_call, benchmark_tokenize
 from alibi_lm.config_loading import build
 from alibi_lm.data.config import RecipeConfig, TokenizerConfig
 from alibi_lm.data.preparation.tokenizer_training import train_tokenizer
 from alibi_lm.data.tokenizer import Tokenizer
+from tests.benchmarks.tokenizer_throughput import _library_call, benchmark_tokenize
 
 TEXTS = [f"def number_{n}(value):\n    return value + {n}\n" * 20 for n in range(60)]
 
@@ -40,9 +40,9 @@ def words(folder: Path) -> Tokenizer:
 def test_everything_is_measured_and_stored(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made, tokenizer = recipe(tmp_path), sentencepiece(tmp_path)
+    small, tokenizer = recipe(tmp_path), sentencepiece(tmp_path)
     path = tmp_path / "tokenize.json"
-    result = benchmark_tokenize(made, tokenizer, 2, num_bytes=100_000, repeats=2, path=path)
+    result = benchmark_tokenize(small, tokenizer, 2, num_bytes=100_000, repeats=2, path=path)
     assert json.loads(path.read_text()) == result
     assert set(result["seconds"]) == {"ours 1", "library 1", "ours 2", "library 2"}
     assert result["bytes"] >= 100_000
