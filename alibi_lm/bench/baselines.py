@@ -1,6 +1,4 @@
-"""The models that `bench train` compares: ours and others of the same size, as modules that return
-their mean loss.
-"""
+"""Models of one size that `bench train` compares, as modules that return their mean loss."""
 
 from __future__ import annotations
 
