@@ -134,8 +134,10 @@ def _argument(option: str, text: str) -> str:
 
 
 def _decoded(source: str, raw: bytes, encoding: str) -> str:
-    """Raises:
-    DataError: naming the source, its encoding and the first wrong byte.
+    """Decode bytes strictly.
+
+    Raises:
+        DataError: names the source, its encoding and the first wrong byte.
     """
     try:
         return raw.decode(encoding)
