@@ -15,6 +15,7 @@ from alibi_lm.config import Config
 from alibi_lm.data.tokenizer import Tokenizer
 from alibi_lm.model.decoder import Decoder
 from alibi_lm.model.inference import generation
+from alibi_lm.parallel.device import get_device
 from alibi_lm.utils.errors import CheckpointError, Problem
 
 
@@ -24,6 +25,8 @@ class Run:
 
     step: Step
     dtype: torch.dtype = torch.float32
+    device: str | None = None
+    """As `get_device` takes it."""
 
     def __repr__(self) -> str:
         """One line: the step folder and the dtype."""
@@ -37,7 +40,7 @@ class Run:
     @cached_property
     def decoder(self) -> Decoder:
         """The model, in evaluation mode."""
-        return self.step.decoder(self.dtype)
+        return self.step.decoder(self.dtype).to(get_device(self.device))
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -56,7 +59,8 @@ class Run:
     @torch.no_grad()
     def logits(self, text: str) -> Tensor:
         """Logits [T, V] after each token of a text, which has at least one."""
-        return self.decoder(torch.tensor([self._ids(text)]))[0]
+        tokens = torch.tensor([self._ids(text)], device=self.decoder.embedding.weight.device)
+        return self.decoder(tokens)[0]
 
     def generate(
         self,
@@ -145,18 +149,27 @@ class Run:
         return whole[len(before) :]
 
 
-def load_run(path: str | Path, *, dtype: torch.dtype = torch.float32, check: bool = True) -> Run:
+def load_run(
+    path: str | Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str | None = None,
+    check: bool = True,
+) -> Run:
     """Open a run folder's newest complete checkpoint, or a step folder.
 
     Args:
         path: the folder.
         dtype: type to compute in.
+        device: for example `cpu` or `cuda:1`; by default an accelerator, if there is one.
         check: whether every file is compared with its sha256 first.
 
     Raises:
         CheckpointError: there is no complete checkpoint, or a file of it is damaged.
+        ConfigError: this machine has no such device.
     """
-    return Run(open_run(path, check=check), dtype)
+    get_device(device)  # a mistake is raised here, not at the first use
+    return Run(open_run(path, check=check), dtype, device)
 
 
 def _cut(text: str, stop: Sequence[str]) -> str:

@@ -10,6 +10,10 @@ import click
 
 OVERRIDES = click.argument("overrides", nargs=-1, metavar="[section.key=value]...")
 RUN = click.argument("run", type=click.Path(path_type=Path))
+DEVICE = click.option(
+    "--device",
+    help="Device to compute on, such as cpu, cuda or cuda:1.  [default: the accelerator, if any]",
+)
 _NO_LIMIT = 1000
 
 

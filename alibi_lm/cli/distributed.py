@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 
 def on_ranks(
-    read: Callable[[], SuiteConfig], work: Callable[[SuiteConfig, EvalRanks], None], local_rank: int
+    read: Callable[[], SuiteConfig],
+    work: Callable[[SuiteConfig, EvalRanks], None],
+    local_rank: int,
+    device: str | None = None,
 ) -> None:
     """Run `work` in this process, or as one of the ranks that a launcher has started.
 
@@ -26,6 +29,7 @@ def on_ranks(
         read: returns the settings; `parallel.tp` is how many ranks share a model.
         work: what every rank does.
         local_rank: as the deepspeed launcher passes it.
+        device: what the ranks compute on, as `get_device` takes it.
 
     Raises:
         UserError: as `read` and `work`, with one process.
@@ -39,7 +43,9 @@ def on_ranks(
     added = launcher_environment(seen, local_rank)
     if int(added.get("WORLD_SIZE") or seen.get("WORLD_SIZE", "1")) > 1:
         os.environ.update(added)
-        leave(run_and_report(lambda: _work_as_rank(read, work), "interrupted", watched=False))
+        leave(
+            run_and_report(lambda: _work_as_rank(read, work, device), "interrupted", watched=False)
+        )
     suite = read()
     if suite.parallel.tp > 1:
         rule = "needs several ranks, and this is one process"
@@ -49,7 +55,9 @@ def on_ranks(
 
 
 def _work_as_rank(
-    read: Callable[[], SuiteConfig], work: Callable[[SuiteConfig, EvalRanks], None]
+    read: Callable[[], SuiteConfig],
+    work: Callable[[SuiteConfig, EvalRanks], None],
+    device: str | None,
 ) -> int:
     """Join the other ranks and do this one's part; returns exit code 0."""
     from alibi_lm.train.entry import quiet_libraries, share_cores
@@ -66,7 +74,7 @@ def _work_as_rank(
     from alibi_lm.parallel.mesh import make_mesh
     from alibi_lm.parallel.process_group import join_process_group
 
-    join_process_group(int(os.environ["LOCAL_RANK"]))
+    join_process_group(int(os.environ["LOCAL_RANK"]), device)
     suite = run_on_all_ranks(read)
     _check_degree(suite.parallel.tp, dist.get_world_size())
     mesh = make_mesh(suite.parallel.tp)

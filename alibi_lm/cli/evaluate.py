@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from alibi_lm.cli.arguments import OVERRIDES, Commands
+from alibi_lm.cli.arguments import DEVICE, OVERRIDES, Commands
 from alibi_lm.cli.distributed import on_ranks
 from alibi_lm.utils.logging import console
 
@@ -34,6 +34,7 @@ OPTIONS = (
     SUBJECT,
     OVERRIDES,
     click.option("--suite", type=click.Path(path_type=Path), help="YAML with eval settings."),
+    DEVICE,
     click.option("--force", is_flag=True, help="Run again even if the result is there."),
     ENGINE,
     OUT,
@@ -75,6 +76,7 @@ def _command(name: str, words: str) -> click.Command:
         force: bool,
         engine: Any,
         out: Path | None,
+        device: str | None,
         local_rank: int,
     ) -> None:
         from alibi_lm.evals.models.base import EvalOptions
@@ -83,10 +85,10 @@ def _command(name: str, words: str) -> click.Command:
 
         def work(settings: SuiteConfig, ranks: EvalRanks) -> None:
             evaluate = import_module(f"alibi_lm.evals.{MODULES[name]}").evaluate
-            opened = resolve_model(eval_model, EvalOptions.of(settings, engine, out, ranks))
+            opened = resolve_model(eval_model, EvalOptions.of(settings, engine, out, ranks, device))
             evaluate(opened, getattr(settings, name), force=force)
 
-        on_ranks(lambda: read_suite(suite, overrides, name), work, local_rank)
+        on_ranks(lambda: read_suite(suite, overrides, name), work, local_rank, device)
 
     for option in reversed(OPTIONS):
         run = option(run)

@@ -62,13 +62,13 @@ class LmEvalModel(TemplateLM):
             engine: as `alibi-lm eval --engine`.
             pruning_tolerance: as `NativeScorer` takes it.
             max_gen_toks: tokens generated where a task does not say.
-            device: not used: the device is CUDA's where there is one.
+            device: as `get_device` takes it.
 
         Raises:
             UserError: as `resolve_model`; or there is no tokenizer.
         """
         super().__init__()
-        eval_model = resolve_model(run, EvalOptions(engine=engine))
+        eval_model = resolve_model(run, EvalOptions(engine=engine, device=device))
         found = eval_model.tokenizer()
         if found is None:
             fix = "name one that has a tokenizer"

@@ -65,7 +65,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
                     "train"),
     "plan": ("config", "parallel", "model", "data", "train"),
     "doctor": ("config", "parallel", "model", "train"),
-    "loaded_run": ("config", "model", "data", "checkpoint"),
+    "loaded_run": ("config", "parallel", "model", "data", "checkpoint"),
     "bench": ("config", "kernels", "parallel", "model", "data", "data.preparation", "checkpoint",
               "evals", "train"),
     "cli": (*WHOLE_RUNS, "data.preparation", "config", "loaded_run", "bench", "plan", "experiments",

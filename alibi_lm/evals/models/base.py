@@ -45,14 +45,21 @@ class EvalOptions:
     """Tokens of a training sample, instead of what the subject says."""
     ranks: EvalRanks = ONE_PROCESS
     """The processes that judge together."""
+    device: str | None = None
+    """The device to compute on, as `get_device` takes it."""
 
     @classmethod
     def of(
-        cls, suite: SuiteConfig, engine: Engine | None, out: Path | None, ranks: EvalRanks
+        cls,
+        suite: SuiteConfig,
+        engine: Engine | None,
+        out: Path | None,
+        ranks: EvalRanks,
+        device: str | None = None,
     ) -> Self:
         """A suite's choices and a command's."""
         text = [suite.text] if isinstance(suite.text, str) else suite.text or ()
-        return cls(engine, out, suite.corpus, tuple(text), suite.training_length, ranks)
+        return cls(engine, out, suite.corpus, tuple(text), suite.training_length, ranks, device)
 
 
 DEFAULTS = EvalOptions()
@@ -286,7 +293,10 @@ class NativeModel(EvalModel):
         self, precision: str, pruning_tolerance: float | None, scaling: dict[str, Any] | None
     ) -> Scorer:
         self.ranks.check(self.checkpoint.config)
-        return native_scorer(self.checkpoint, precision, pruning_tolerance, scaling, self.ranks.tp)
+        ranks, device = self.ranks, self.choices.device
+        return native_scorer(
+            self.checkpoint, precision, pruning_tolerance, scaling, ranks.tp, device
+        )
 
     def decoder(self, dtype: torch.dtype = torch.float32) -> Decoder:
         """The model with this step's weights."""

@@ -21,6 +21,7 @@ from alibi_lm.model.inference.long_scoring import (
     pruning_unsupported_reason,
 )
 from alibi_lm.model.pruning.bounds import DEFAULT_EPSILON
+from alibi_lm.parallel.device import get_device
 from alibi_lm.parallel.mesh import NO_PARALLEL, ParallelDim
 from alibi_lm.utils.errors import CheckpointError, ConfigError, DataError, Problem
 
@@ -135,7 +136,7 @@ class NativeScorer:
     def __init__(
         self,
         decoder: Decoder,
-        device: torch.device | str | None = None,
+        device: str | None = None,
         pruning_tolerance: float | None = 0.0,
     ) -> None:
         """Score `decoder`; `pruning_tolerance` None: the default where the model allows it.
@@ -143,8 +144,7 @@ class NativeScorer:
         Raises:
             ConfigError: an pruning_tolerance above 0 for a model that has no horizons.
         """
-        default = "cuda" if torch.cuda.is_available() else "cpu"
-        self._device = torch.device(device or default)
+        self._device = get_device(device)
         self._decoder = decoder.to(self._device).eval()
         reason = pruning_unsupported_reason(self._decoder)
         if pruning_tolerance and reason is not None:
@@ -278,10 +278,13 @@ def native_scorer(
     pruning_tolerance: float | None = 0.0,
     scaling: dict[str, Any] | None = None,
     tp: ParallelDim = NO_PARALLEL,
+    device: str | None = None,
 ) -> NativeScorer:
     """The scorer of a checkpoint's own weights, with the run's scaling of positions or another.
 
     `pruning_tolerance` is as `NativeScorer` takes it. Every rank of `tp` gives the same results.
+
+    `device` is as `get_device` takes it.
 
     Linear biases stay fp32 whatever the precision: attention computes them from fp32 slopes.
 
@@ -293,4 +296,4 @@ def native_scorer(
     if scaling is not None:
         model = build(ModelConfig, to_dict(weights.config.model) | {"scaling": scaling})
     decoder = weights.decoder(dtype=DTYPES[precision], model=model, tp=tp)
-    return NativeScorer(decoder, pruning_tolerance=pruning_tolerance)
+    return NativeScorer(decoder, device, pruning_tolerance)

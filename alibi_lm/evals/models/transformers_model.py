@@ -130,7 +130,8 @@ class ImportedModel(HuggingFaceModel):
         self, precision: str, pruning_tolerance: float | None, scaling: dict[str, Any] | None
     ) -> Scorer:
         self.ranks.check(self._weights.config)
-        return native_scorer(self._weights, precision, pruning_tolerance, scaling, self.ranks.tp)
+        ranks, device = self.ranks, self.choices.device
+        return native_scorer(self._weights, precision, pruning_tolerance, scaling, ranks.tp, device)
 
     def decoder(self, dtype: torch.dtype = torch.float32) -> Decoder:
         """The model as our own module."""
@@ -183,7 +184,8 @@ class TransformersModel(HuggingFaceModel):
             problems.append(Problem("scaling", scaling, rule, "leave it out"))
         if problems:
             raise ConfigError(*problems)
-        return TransformersScorer(self._stock.load(DTYPES[precision]), self.longest_input)
+        model = self._stock.load(DTYPES[precision])
+        return TransformersScorer(model, self.longest_input, self.choices.device)
 
     def decoder(self, dtype: torch.dtype = torch.float32) -> Decoder:
         """Refused.

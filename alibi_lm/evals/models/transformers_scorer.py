@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from alibi_lm.evals.models.scorer import Answers, check_input, checked_scores
+from alibi_lm.parallel.device import get_device
 from alibi_lm.utils.errors import CheckpointError, ConfigError, Problem
 
 LOGITS_AT_ONCE = 1 << 27
@@ -47,7 +48,7 @@ class TransformersScorer:
         self,
         model: Any,
         longest_input: int | None,
-        device: torch.device | str | None = None,
+        device: str | None = None,
         *,
         logits_at_once: int = LOGITS_AT_ONCE,
         scores_at_once: int = SCORES_AT_ONCE,
@@ -57,15 +58,14 @@ class TransformersScorer:
         Args:
             model: as `AutoModelForCausalLM` gives it.
             longest_input: tokens that its class can take; None where any length goes.
-            device: by default CUDA's where there is one.
+            device: as `get_device` takes it.
             logits_at_once: logits that one pass may make.
             scores_at_once: attention scores that one pass may make in a layer.
 
         Raises:
             CheckpointError: its class reads the tokens that are to be predicted.
         """
-        default = "cuda" if torch.cuda.is_available() else "cpu"
-        self._device = torch.device(device or default)
+        self._device = get_device(device)
         self._model = model.to(self._device).eval()
         self._longest = longest_input
         self._logits_at_once, self._scores_at_once = logits_at_once, scores_at_once

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 
 import torch
-from deepspeed.accelerator import get_accelerator
 
+from alibi_lm.parallel.device import get_device
 from alibi_lm.utils.memory import peak_resident_bytes
 
 # Dense bf16/fp16 tensor-core peak by a part of the device's name, from the vendors' data sheets.
@@ -46,10 +46,10 @@ def peak_flops(dtype: torch.dtype) -> tuple[float | None, str]:
     On a GPU from the table, None where it is not in it (or in fp32, whose peak depends on TF32);
     on CPU the best of a few timed matrix products, with this process's threads.
     """
-    accelerator = get_accelerator()
-    if accelerator.device_name() == "cpu":
+    device = get_device()
+    if device.type == "cpu":
         return _measured_flops(dtype), "matrix product timed at start"
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else accelerator.device_name()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     if dtype != torch.float32:
         for part, flops in GPU_PEAK_FLOPS:
             if part in name:
@@ -71,7 +71,7 @@ def _measured_flops(dtype: torch.dtype, size: int = 1024, repetitions: int = 5) 
 
 def memory_in_use() -> int:
     """Peak bytes: of the device's allocator, or on CPU of this process."""
-    if torch.cuda.is_available():
+    if get_device().type == "cuda":
         return torch.cuda.max_memory_allocated()
     return peak_resident_bytes()
 
