@@ -127,7 +127,7 @@ def _pretrain(config: Config, block: dict[str, Any], progress: Progress) -> bool
         line = _start_line(config, inputs, engine, found, source)
         run_on_all_ranks(lambda: _prepare_run_folder(run, config, ds_config, line), run)
         if schedule_note is not None:
-            console.warn(schedule_note)
+            console.warning(schedule_note)
         if found is not None:
             engine.load(*found)
         elif source is not None:
