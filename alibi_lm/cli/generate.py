@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from alibi_lm.cli.arguments import RUN, FiniteRange
+from alibi_lm.cli.arguments import DEVICE, RUN, FiniteRange
 from alibi_lm.utils.errors import ConfigError, DataError, Problem
 from alibi_lm.utils.logging import console
 
@@ -41,6 +41,7 @@ _ASCII = ("ascii", "us-ascii", "646", "ansi_x3.4-1968")
     type=FiniteRange(0, 1, min_open=True),
     help="Sample from the likeliest tokens of this total probability; with --temperature.",
 )
+@DEVICE
 @click.option("--seed", default=0, help="Seed of the sampling.")
 @click.option("--stop", "stops", multiple=True, help="Stop before this text; can be repeated.")
 @click.option(
@@ -55,7 +56,12 @@ _ASCII = ("ascii", "us-ascii", "646", "ansi_x3.4-1968")
     help="Attention weight that each head may skip in a row, beyond 2,048 tokens; 0 is dense.",
 )
 def generate(
-    run: Path, prompts: Sequence[str], stops: Sequence[str], stream: bool | None, **options: Any
+    run: Path,
+    prompts: Sequence[str],
+    stops: Sequence[str],
+    stream: bool | None,
+    device: str | None,
+    **options: Any,
 ) -> None:
     """Continue prompts with RUN's model.
 
@@ -68,7 +74,7 @@ def generate(
     # Imported here: torch takes seconds.
     from alibi_lm.loaded_run import load_run
 
-    loaded = load_run(run)
+    loaded = load_run(run, device=device)
     if stream is None:
         stream = len(texts) == 1 and sys.stdout.isatty()
     if stream:
