@@ -113,7 +113,7 @@ def _section(cls: type[Section], prefix: str) -> Iterator[str]:
     subsections = {name: section_of(hint) for name, hint in field_types(cls).items()}
     rows = [
         f"| `{prefix}{field.name}` | {_type(properties[field.name])} | {_default(field)} | "
-        f"{_cell(properties[field.name]['description'])} |"
+        f"{_cell(properties[field.name].get('description', ''))} |"
         for field in dataclasses.fields(cls)  # type: ignore[arg-type]
         if subsections[field.name] is None
     ]

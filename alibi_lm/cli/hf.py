@@ -77,7 +77,7 @@ def export(
         raise ConfigError(Problem(option, None, "has no effect without --push", "add --push REPO"))
     step = open_to_export(run)
     folder = out or step.hf_folder
-    run_export(step, folder, dtype=precision, format=layout, tokenizer=tokenizer,
+    run_export(step, folder, precision=precision, format=layout, tokenizer=tokenizer,
                parity=parity, with_code=with_code)  # fmt: skip
     if push is not None:
         run_push(folder, push, private=private is not False, dry_run=dry_run)

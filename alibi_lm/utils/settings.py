@@ -254,7 +254,8 @@ def key_places(cls: type[Section], prefix: str = "") -> dict[str, list[str]]:
 
 @_cached
 def _rules(cls: type[Section]) -> list[Callable[[Any], Iterable[Problem]]]:
-    return [check for check in vars(cls).values() if getattr(check, "is_rule", False)]
+    checks = (check for base in reversed(cls.__mro__) for check in vars(base).values())
+    return [check for check in checks if getattr(check, "is_rule", False)]
 
 
 @_cached

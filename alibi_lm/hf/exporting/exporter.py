@@ -64,7 +64,7 @@ def export(
     step: Step,
     out: Path,
     *,
-    dtype: Literal["fp32", "bf16", "fp16"] | str = "fp32",
+    precision: Literal["fp32", "bf16", "fp16"] | str = "fp32",
     format: Literal["mpt", "bloom"] | str | None = None,
     tokenizer: bool = True,
     shard_bytes: int = SHARD_BYTES,
@@ -79,7 +79,7 @@ def export(
     Args:
         step: the checkpoint.
         out: the folder to create.
-        dtype: dtype of the stored weights.
+        precision: that of the stored weights.
         format: the class to write for; by default the one that fits `model.architecture`.
         tokenizer: export the run's tokenizer too, if it has one.
         shard_bytes: largest weights file.
@@ -93,14 +93,14 @@ def export(
         The content of alibi_lm_export.json: source, settings, parity check and versions.
 
     Raises:
-        ConfigError: an unknown dtype or format, or a model that the class cannot compute.
+        ConfigError: an unknown precision or format, or a model that the class cannot compute.
         CheckpointError: `out` holds something else or a damaged export, the parity check fails,
             or the disk is full.
     """
-    export_spec = _export_spec(step, dtype, format, with_code)
+    export_spec = _export_spec(step, precision, format, with_code)
     level = _parity_level(parity, step, export_spec)
     source = tokenizer and step.tokenizer() is not None
-    settings = {"format": export_spec.name, "dtype": dtype, "tokenizer": source}
+    settings = {"format": export_spec.name, "precision": precision, "tokenizer": source}
     with Progress("digest of the weights", 4 * num_parameters(step.config.model)) as progress:
         digest = step.weights_digest(progress.advance)
     identity = {"checkpoint": {"step": step.step, "weights": digest}, "settings": settings}
@@ -112,22 +112,23 @@ def export(
     with atomic_directory(out) as folder:
         manifest = _write(step, export_spec, folder, out, identity, shard_bytes, level)
     console.info(
-        f"export {out}: {export_spec.class_name}, {dtype}; {parity_summary(manifest['parity'])}"
+        f"export {out}: {export_spec.class_name}, {precision}; {parity_summary(manifest['parity'])}"
     )
     return manifest
 
 
-def _export_spec(step: Step, dtype: str, format: str | None, with_code: bool) -> ExportSpec:
+def _export_spec(step: Step, precision: str, format: str | None, with_code: bool) -> ExportSpec:
     problems = []
-    if dtype not in DTYPES:
-        problems.append(Problem("dtype", dtype, f"is not one of {', '.join(DTYPES)}",
-                                "choose one of them"))  # fmt: skip
-    if format is not None and format not in EXPORT_SPECS:
-        problems.append(Problem("format", format, f"is not one of {', '.join(EXPORT_SPECS)}",
-                                "choose one of them"))  # fmt: skip
+    for key, value, choices in (
+        ("precision", precision, DTYPES),
+        ("format", format or "mpt", EXPORT_SPECS),
+    ):
+        if value not in choices:
+            rule = f"is not one of {', '.join(choices)}"
+            problems.append(Problem(key, value, rule, "choose one of them"))
     if format is not None and with_code:
-        problems.append(Problem("format", format, "names a transformers class, which needs no code",
-                                "leave out one of the two"))  # fmt: skip
+        rule = "names a transformers class, which needs no code"
+        problems.append(Problem("format", format, rule, "leave out one of the two"))
     if problems:
         raise ConfigError(*problems)
     if with_code:
@@ -197,7 +198,7 @@ def _write(
     level: ParityLevel,
 ) -> dict[str, Any]:
     """Write the folder, check parity, and return the manifest."""
-    dtype = DTYPES[identity["settings"]["dtype"]]
+    dtype = DTYPES[identity["settings"]["precision"]]
     model, length = step.config.model, step.config.train.sequence_length
     tokenizer = step.tokenizer() if identity["settings"]["tokenizer"] else None
     ids = TokenIds()

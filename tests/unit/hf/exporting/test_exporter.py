@@ -123,10 +123,12 @@ def test_folder_stands_alone_with_tokenizer_and_card(
     assert {path: path.stat().st_mtime_ns for path in out.iterdir()} == before
 
 
-@pytest.mark.parametrize(("dtype", "kind"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
-def test_half_precision_is_the_rounded_model(dtype: str, kind: torch.dtype, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("precision", "kind"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_half_precision_is_the_rounded_model(
+    precision: str, kind: torch.dtype, tmp_path: Path
+) -> None:
     step = write_step(tmp_path / "run", {"num_heads": 8})
-    export(step, tmp_path / "out", dtype=dtype)
+    export(step, tmp_path / "out", precision=precision)
     stored = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert stored.dtype is kind
     ours = step.weights()["blocks.1.mlp.up.weight"].to(kind)
@@ -136,7 +138,7 @@ def test_half_precision_is_the_rounded_model(dtype: str, kind: torch.dtype, tmp_
 def test_weights_beyond_fp16_are_named(tmp_path: Path) -> None:
     step = write_step(tmp_path / "run", {"num_heads": 8, "initializer_range": 1e5})
     with pytest.raises(CheckpointError, match=r"embedding\.weight.*fp16.*bf16"):
-        export(step, tmp_path / "out", dtype="fp16")
+        export(step, tmp_path / "out", precision="fp16")
     assert names(tmp_path) == ["run"]
 
 
@@ -344,8 +346,8 @@ def test_a_folder_of_the_user_is_never_touched(tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     export(step, empty)
-    with pytest.raises(CheckpointError, match=r"holds another export.*settings.dtype"):
-        export(step, empty, dtype="bf16")
+    with pytest.raises(CheckpointError, match=r"holds another export.*settings.precision"):
+        export(step, empty, precision="bf16")
     assert names(tmp_path) == ["empty", "out", "run"]
 
 

@@ -59,7 +59,7 @@ def exported(shape: str, tmp_path: Path) -> tuple[Path, Any]:
     step = write_step(tmp_path / "run", {"num_heads": 12, "num_kv_heads": 4, "architecture": shape,
                                          "vocab_size": VOCABULARY})  # fmt: skip
     add_tokenizer(step, tmp_path)
-    export(step, tmp_path / "out", parity="weights", dtype="bf16")
+    export(step, tmp_path / "out", parity="weights", precision="bf16")
     return tmp_path / "out", AutoConfig.from_pretrained(tmp_path / "out")
 
 

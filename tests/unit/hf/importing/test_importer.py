@@ -84,7 +84,7 @@ def test_half_precision_comes_back_as_it_was(tmp_path: Path) -> None:
     import_folder(tmp_path / "stock", tmp_path / "run")
     step = open_run(tmp_path / "run")
     step.config.train.sequence_length = 24
-    export(step, tmp_path / "out", dtype="bf16")
+    export(step, tmp_path / "out", precision="bf16")
     assert same(tensors_of(tmp_path / "out"), tensors_of(tmp_path / "stock"))
 
 
