@@ -1,4 +1,4 @@
-"""The config of a run: all sections, gathered."""
+"""The config of a run."""
 
 from __future__ import annotations
 
@@ -18,23 +18,21 @@ from alibi_lm.utils.settings import Section, rule
 
 @dataclass
 class Config(Section):
-    """One run."""
+    """A training run."""
 
     run: RunConfig
-    """Where the run lives."""
+    """The run folder."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """The decoder."""
     data: DataConfig = field(default_factory=DataConfig)
-    """What it reads."""
+    """The token files and their tokenizer."""
     train: TrainConfig = field(default_factory=TrainConfig)
-    """How it is trained."""
+    """Optimization, checkpoints, logging and faults."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    """How it is split over ranks."""
+    """The split over ranks."""
     deepspeed: dict[str, Any] | str = field(default_factory=dict)
-    """DeepSpeed's own settings under its own names, or the path of a JSON file with them.
-
-    zero_optimization.stage is 1 where it does not say.
-    """
+    """DeepSpeed's own settings under its own names, or the path of a JSON file with them; the
+    default ZeRO stage is 1."""
 
     @rule
     def _positions_suffice(self) -> Iterator[Problem]:

@@ -1,4 +1,4 @@
-"""The data section of a run, and the recipe that prepares a corpus."""
+"""The `data` section of a run, and the recipe that prepares a corpus."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ class CorpusConfig(Section):
     """One tokenized corpus of a run."""
 
     prefix: str
-    """Path of the token files without their .bin and .idx endings."""
+    """Path of the token files without the endings .bin and .idx."""
     weight: PositiveFloat = 1.0
-    """Share of the samples, relative to the other corpora's weights."""
+    """Weight in the blend: samples are drawn in proportion to it."""
 
 
 @dataclass
 class DataConfig(Section):
-    """What a run reads."""
+    """The token files of a run, and their tokenizer."""
 
     corpora: list[CorpusConfig] = field(default_factory=list)
     """Token files to train on, blended by weight."""
     validation: list[str] = field(default_factory=list)
     """Prefixes of token files for validation and evals."""
     tokenizer: str | None = None
-    """Tokenizer folder, .model or tokenizer.json that made the token files; copied into the run."""
+    """Tokenizer of the token files (folder, .model or tokenizer.json); copied into the run."""
 
     def training_problems(self) -> Iterator[Problem]:
-        """The rules that are broken for training; an imported model has no corpora."""
+        """What keeps a run from training; a run of an imported model has no corpora."""
         if not self.corpora:
             fix = "list at least one corpus with its prefix"
             yield Problem("data.corpora", None, "is empty", fix)
 
 
 GENERATED = {"recall": 1, "reasoning": 1}
-"""Formats whose documents are made, not read, and the version of their making: raised by one when
-the same settings begin to give other documents."""
+"""Formats whose documents are generated, and the version of each generator: it is raised when the
+same settings begin to give other documents."""
 
 
 @dataclass
@@ -51,39 +51,39 @@ class RecallConfig(Section):
     """Synthetic documents that train retrieval: facts, filler, and queries with their answers."""
 
     max_tokens: PositiveInt
-    """Tokens of a document, its end included: the training length, so that a document is exactly
-    one training sample, and no answer lies out of reach of its query."""
+    """Tokens of a document, its end token included. Set it to the training length, so that each
+    document is one training sample and contains the answer to each of its queries."""
     kinds: Annotated[list[Literal["statements", "passkey", "pairs"]], NotEmpty] = field(
         default_factory=lambda: ["statements", "passkey", "pairs"]
     )
-    """What the documents ask, in the words of the evals: statements (the needle's line), passkey,
-    pairs (multi-query associative recall). One named twice comes twice as often."""
+    """Kinds of documents: statements (as in the needle eval), passkey, pairs (multi-query
+    associative recall). A kind named twice comes twice as often."""
     dense: Share = 0.5
-    """Share of documents with as many facts as fit; the others have a random number of them."""
+    """Fraction of documents with as many facts as fit; the others have a random number."""
     filler: str | None = None
-    """Source of the recipe whose training documents give the text between facts; by default a few
-    sentences that repeat."""
+    """Source of the recipe whose training documents fill the space between facts; by default a few
+    repeated sentences."""
     filler_bytes: PositiveInt = 4_000_000
-    """How much of that source is taken, from its start."""
+    """Bytes of filler taken from the start of that source."""
     seed: NonNegativeInt = 0
-    """Seed of everything that is drawn."""
+    """Seed of all random choices."""
 
 
 @dataclass
 class ReasoningConfig(Section):
-    """Synthetic problems of copying, addition and sorting, several a document."""
+    """Synthetic problems of copying, addition and sorting, several per document."""
 
     max_tokens: PositiveInt
-    """Tokens of a document, its end included: the training length, so that a document is exactly
-    one training sample."""
+    """Tokens of a document, its end token included. Set it to the training length, so that each
+    document is one training sample."""
     tasks: Annotated[list[Literal["copy", "addition", "sort"]], NotEmpty] = field(
         default_factory=lambda: ["copy", "addition", "sort"]
     )
-    """What the problems are. One named twice comes twice as often."""
+    """Kinds of problems. A kind named twice comes twice as often."""
     lengths: list[PositiveInt] = field(default_factory=lambda: [1, 20])
-    """Fewest and most items of a problem."""
+    """Fewest and most items per problem."""
     seed: NonNegativeInt = 0
-    """Seed of everything that is drawn."""
+    """Seed of all random choices."""
 
     @rule
     def _lengths_are_a_range(self) -> Iterator[Problem]:
@@ -99,44 +99,44 @@ class SourceConfig(Section):
     name: str
     """Name of the corpus; its token files are NAME_train and NAME_validation."""
     path: list[str] | str = field(default_factory=list)
-    """Files, globs or folders; or the name of a dataset on the Hugging Face hub. A path that
-    starts with ${python:stdlib} lies in the running Python's standard library, one that starts
-    with ${python:packages} among its installed packages."""
+    """Files, globs or folders, or (format: hub) the name of a dataset on the Hugging Face hub.
+    ${python:stdlib} and ${python:packages} at the start of a path stand for Python's standard
+    library and its installed packages."""
     format: Literal["text", "jsonl", "parquet", "arrow", "hub", "recall", "reasoning"] = "text"
-    """How documents are stored; text is one document a file, jsonl may be compressed (.gz). Those
-    of recall and reasoning are made, as many as max_documents says."""
+    """Format of the documents. text is one document per file, and jsonl may be compressed (.gz).
+    recall and reasoning generate max_documents documents."""
     recall: RecallConfig | None = None
-    """Which documents format: recall makes."""
+    """Settings of format: recall."""
     reasoning: ReasoningConfig | None = None
-    """Which documents format: reasoning makes."""
+    """Settings of format: reasoning."""
     text_field: str = "text"
     """Field that holds the document (all formats but text)."""
     include: str = "*"
-    """Which files of a folder count, as a file name pattern."""
+    """File name pattern of the files that are read from a folder."""
     exclude: list[str] = field(default_factory=list)
-    """Patterns of paths that do not count; a path is relative to its folder (of a glob: to the
-    folder before the first wildcard) and * matches / too, so test/* leaves out all of test."""
+    """Patterns of paths to leave out, relative to the folder (of a glob: to the folder before its
+    first wildcard). * matches / too, so test/* leaves out all of test."""
     split: str = "train"
     """Split of a hub dataset."""
     subset: str | None = None
-    """Configuration name of a hub dataset."""
+    """Subset (configuration name) of a hub dataset."""
     streaming: bool = True
-    """Whether a hub dataset is streamed instead of downloaded whole."""
+    """Stream a hub dataset instead of downloading it."""
     min_chars: NonNegativeInt = 1
-    """Documents with fewer characters are left out."""
+    """Fewest characters of a document; shorter ones are left out."""
     max_chars: PositiveInt | None = None
-    """Documents with more characters are left out."""
+    """Most characters of a document; longer ones are left out."""
     max_documents: PositiveInt | None = None
-    """Stop after this many kept documents."""
+    """Most documents to keep; by default all."""
     not_utf8: Literal["refuse", "skip"] = "refuse"
-    """What to do with a file (jsonl: a line) that is not UTF-8: refuse it by name, or skip it,
-    count it and name it in the manifest."""
+    """What happens to a file (jsonl: a line) that is not UTF-8: an error, or skip it and name it in
+    the manifest."""
     validation_fraction: Probability = 0.05
-    """Share of documents that go to validation, chosen by the hash of their text."""
+    """Fraction of documents used for validation, chosen by the hash of their text."""
     min_long_validation: NonNegativeInt = 0
-    """Keep at least this many documents of long_chars or more for validation, by lowest hash."""
+    """Fewest long documents (of long_chars or more) in validation, chosen by lowest hash."""
     long_chars: NonNegativeInt = 0
-    """Length in characters from which a document counts as long."""
+    """Characters from which a document counts as long."""
 
     @property
     def paths(self) -> list[str]:
@@ -145,7 +145,7 @@ class SourceConfig(Section):
 
     @property
     def generated(self) -> bool:
-        """Whether documents are made, not read."""
+        """Whether documents are generated, not read."""
         return self.format in GENERATED
 
     @rule
@@ -203,18 +203,18 @@ class SourceConfig(Section):
 
 @dataclass
 class TokenizerConfig(Section):
-    """The tokenizer of a recipe: an existing one, or one to train."""
+    """The tokenizer of a recipe: an existing one, or a new one."""
 
     path: str | None = None
-    """An existing sentencepiece .model or tokenizer.json; by default one is trained."""
+    """Existing sentencepiece .model or tokenizer.json; by default a tokenizer is trained."""
     kind: Literal["bpe", "unigram"] = "bpe"
     """Kind of sentencepiece model to train."""
     vocab_size: Annotated[int, Field(ge=261)] = 4096
     """Number of pieces to train, control and byte pieces included."""
     max_bytes: PositiveInt = 20_000_000
-    """How many bytes of training documents the trainer reads at most."""
+    """Most bytes of training documents that the trainer reads."""
     character_coverage: Annotated[float, Field(ge=0.98, le=1)] = 0.9995
-    """Share of characters that get a piece; the rest become bytes."""
+    """Fraction of character occurrences covered by pieces; the rest become bytes."""
 
 
 @dataclass
@@ -222,15 +222,15 @@ class RecipeConfig(Section):
     """A recipe of `alibi-lm prepare`: sources to token files."""
 
     output: Annotated[str, NotEmpty]
-    """Folder that gets the tokenizer, the token files and manifest.json."""
+    """Folder for the tokenizer, the token files and manifest.json."""
     sources: list[SourceConfig]
     """The corpora to prepare."""
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     """The tokenizer to use or train."""
     num_workers: PositiveInt | None = None
-    """Processes that tokenize; by default one a core."""
+    """Processes that tokenize; by default one per core."""
     seed: NonNegativeInt = 0
-    """Seed of the tokenizer trainer's choice of documents."""
+    """Seed of the choice of documents that train the tokenizer."""
 
     @rule
     def _sources_have_their_own_names(self) -> Iterator[Problem]:

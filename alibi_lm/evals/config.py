@@ -1,4 +1,4 @@
-"""Eval suites: what `alibi-lm eval` runs on a checkpoint."""
+"""Eval suites: the settings of `alibi-lm eval`."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ class PerplexityConfig(Section):
     corpus: str | None = None
     """Prefix of the token files to score; by default the run's validation corpora."""
     max_tokens: PositiveInt | None = None
-    """Stop taking documents once this many tokens are reached; by default all long documents."""
+    """Tokens to score at most, in whole documents; by default every long document."""
     batch_tokens: PositiveInt = 16384
-    """Tokens put through the model at once."""
+    """Tokens in one forward pass."""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """Arithmetic of the model; losses are fp32 always."""
+    """Precision of the model; losses are always fp32."""
     pruning_tolerance: Probability | None = None
-    """Probability that a head may leave out of a row's far keys at lengths above 2,048; 0 is dense.
-    By default 1e-6 where the model has linear biases and no window, else 0."""
+    """Largest attention probability per query that pruning may skip at lengths above 2,048; 0
+    computes every key. By default 1e-6 for linear biases without a window, else 0."""
     stride: PositiveInt | None = None
-    """Score sliding windows too, which move on by this many tokens; by default not."""
+    """Step in tokens of sliding windows, which are then scored too; by default they are not."""
     fixed_targets: PositiveInt | None = None
-    """Score the last so many tokens of each document too, at every length; by default not."""
+    """Last tokens of each document that are scored at every length too; by default none."""
     truncated_context_targets: PositiveInt | None = 2000
-    """Size of the sample on which the null model is scored; null leaves it out."""
+    """Targets of the truncated-context baseline; null leaves the baseline out."""
     truncated_context_length: PositiveInt | None = None
-    """Tokens that the null model's input is cut to; by default the training length."""
+    """Context in tokens of the truncated-context baseline; by default the training length."""
     seed: NonNegativeInt = 0
-    """Seed of that sample."""
+    """Seed of the sample that the truncated-context baseline scores."""
     scaling: dict[str, Any] | None = None
-    """`model.scaling` to score with, instead of the run's; the same factor at every length."""
+    """`model.scaling` to use instead of the run's, the same at every length."""
 
 
 @dataclass
@@ -58,61 +58,57 @@ class NeedleConfig(Section):
     depths: Annotated[list[Share], NotEmpty, Distinct] = field(
         default_factory=lambda: [0.0, 0.25, 0.5, 0.75, 1.0]
     )
-    """Where the needle lies, as shares of the length."""
+    """Positions of the needle, as fractions of the length."""
     num_trials: PositiveInt = 10
-    """Prompts a cell."""
+    """Prompts per length and depth."""
     num_distractors: Annotated[int, Field(ge=0, le=MAX_DISTRACTORS)] = 0
-    """Lines of the needle's kind, with other keys and numbers, in every haystack."""
+    """Lines like the needle, with other keys and numbers, in every haystack."""
     corpus: str | None = None
-    """Prefix of the token files that the haystack is cut from."""
+    """Prefix of the token files that haystacks are cut from; by default the suite's `corpus`."""
     batch_tokens: PositiveInt = 16384
-    """Tokens put through the model at once."""
+    """Tokens in one forward pass."""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """Arithmetic of the model."""
+    """Precision of the model."""
     pruning_tolerance: Probability | None = None
-    """Probability that a head may leave out of a row's far keys where prompt and answer are longer
-    than 8,192 tokens; 0 is dense. By default 1e-6 where the model has linear biases and no window,
-    else 0."""
+    """Largest attention probability per query that pruning may skip in inputs above 8,192 tokens;
+    0 computes every key. By default 1e-6 for linear biases without a window, else 0."""
     seed: NonNegativeInt = 0
     """Seed of haystacks, keys and answers."""
     scaling: dict[str, Any] | None = None
-    """`model.scaling` to answer with, instead of the run's; the same factor at every length."""
+    """`model.scaling` to use instead of the run's, the same at every length."""
 
 
 @dataclass
 class RetrievalConfig(Section):
-    """Retrieval tasks by length: the passkey, associative recall and RULER's."""
+    """Retrieval tasks by length: passkey, associative recall and the tasks of RULER."""
 
     tasks: Annotated[list[str], NotEmpty, Distinct] | None = None
-    """Which of passkey, mqar, niah_single_1 to _3, niah_multikey_1 to _3, niah_multivalue,
-    niah_multiquery, vt, cwe, fwe, qa_1, qa_2; by default all, qa_1 and qa_2 as far as there are
-    files for them."""
+    """Any of passkey, mqar, niah_single_1 to _3, niah_multikey_1 to _3, niah_multivalue,
+    niah_multiquery, vt, cwe, fwe, qa_1, qa_2; by default all that have the files they need."""
     lengths: Lengths | None = None
-    """Prompt lengths in tokens, the answer's room included; by default 1/2, 1, 2, 4, 8, 16 times
-    the training length. A task that does not fit a default length is left out there."""
+    """Prompt lengths in tokens, answer included; by default 1/2, 1, 2, 4, 8, 16 times the training
+    length, without the tasks that do not fit one of them."""
     num_trials: PositiveInt = 10
-    """Prompts a task and length (for the passkey: and distance); half as many controls."""
+    """Prompts per task and length (passkey: also per distance); half as many controls."""
     threshold: Annotated[float, Field(gt=0, le=100)] = RULER_THRESHOLD
-    """Average score in percent from which a length counts as effective: RULER's is Llama2-7B's at
-    4096."""
+    """Average score in percent that an effective length needs; RULER's is Llama2-7B's at 4,096."""
     qa_files: Annotated[list[str], Field(max_length=2)] = field(default_factory=list)
-    """JSON lines files for qa_1 and qa_2: question, answers, context or documents."""
+    """JSON lines files of qa_1 and qa_2, with question, answers, and context or documents."""
     sizes: TaskSizes = field(default_factory=TaskSizes)
     """Sizes of the tasks; by default RULER's own."""
     corpus: str | None = None
-    """Prefix of the token files that haystacks are cut from."""
+    """Prefix of the token files that haystacks are cut from; by default the suite's `corpus`."""
     batch_tokens: PositiveInt = 16384
-    """Tokens put through the model at once."""
+    """Tokens in one forward pass."""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """Arithmetic of the model."""
+    """Precision of the model."""
     pruning_tolerance: Probability | None = None
-    """Probability that a head may leave out of a row's far keys where prompt and answer are longer
-    than 8,192 tokens; 0 is dense. By default 1e-6 where the model has linear biases and no window,
-    else 0."""
+    """Largest attention probability per query that pruning may skip in inputs above 8,192 tokens;
+    0 computes every key. By default 1e-6 for linear biases without a window, else 0."""
     seed: NonNegativeInt = 0
     """Seed of prompts."""
     scaling: dict[str, Any] | None = None
-    """`model.scaling` to answer with, instead of the run's; the same factor at every length."""
+    """`model.scaling` to use instead of the run's, the same at every length."""
 
     @rule
     def _tasks_exist_and_have_files(self) -> Iterator[Problem]:
@@ -125,69 +121,69 @@ class RetrievalConfig(Section):
 
 @dataclass
 class AttentionSpanConfig(Section):
-    """How far heads read."""
+    """The certified attention span: how far back each head reads."""
 
     num_tokens: PositiveInt = 32768
-    """Length of the text, from the start of the corpus, documents one after another; above 2,048,
-    and best some times the longest reach."""
+    """Length of the text, which is documents from the start of the corpus; above 2,048, and best
+    several times the longest span."""
     num_queries: PositiveInt = 128
-    """Positions of its second half whose true reach is measured."""
+    """Positions in the text's second half whose true span is measured."""
     pruning_tolerance: Annotated[float, Field(gt=0, lt=1)] = 1e-6
-    """Share of a row's probability that counts as nothing."""
+    """Attention probability per query that a span may leave out."""
     corpus: str | None = None
     """Prefix of the token files; by default the run's first validation corpus."""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """Arithmetic of the model."""
+    """Precision of the model."""
 
 
 @dataclass
 class RanksConfig(Section):
-    """How the ranks that `deepspeed` starts share the work."""
+    """How several ranks share the work."""
 
     tp: PositiveInt = 1
-    """Ranks that share one model, each with a slice of it; documents and prompts are shared among
-    the groups of them. 1: every rank holds the whole model."""
+    """Ranks that split one model between them; groups of them split documents and prompts. With 1
+    every rank holds the whole model."""
 
 
 @dataclass
 class GeneralizationConfig(Section):
-    """Copying, addition and sorting with more items than were trained."""
+    """Copying, addition and sorting with more items than in training."""
 
     tasks: Annotated[list[Literal["copy", "addition", "sort"]], NotEmpty, Distinct] = field(
         default_factory=lambda: ["copy", "addition", "sort"]
     )
-    """What is asked."""
+    """Tasks to run."""
     lengths: Lengths | None = None
-    """Items of a problem; by default 5, 10, ... 40, without those that the model has no positions
-    for."""
+    """Items per problem; by default 5, 10, ... 40, as far as the model has positions."""
     trained_items: PositiveInt = 20
-    """Most items of a problem that the model was trained on."""
+    """Largest number of items per problem in training."""
     num_trials: PositiveInt = 100
-    """Problems a task and length."""
+    """Problems per task and length."""
     threshold: Annotated[float, Field(gt=0, le=1)] = 0.9
-    """Share of exact answers from which on a length counts as mastered."""
+    """Fraction of exact answers that a mastered length needs."""
     batch_tokens: PositiveInt = 16384
-    """Tokens put through the model at once."""
+    """Tokens in one forward pass."""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """Arithmetic of the model."""
+    """Precision of the model."""
     seed: NonNegativeInt = 0
     """Seed of the problems."""
     scaling: dict[str, Any] | None = None
-    """`model.scaling` to answer with, instead of the run's; the same factor at every length."""
+    """`model.scaling` to use instead of the run's, the same at every length."""
 
 
 @dataclass
 class SuiteConfig(Section):
-    """Everything that an eval suite YAML can hold."""
+    """An eval suite."""
 
     corpus: str | None = None
-    """Prefix of the token files that every eval reads, where its own section names none; by
-    default the run's validation corpora."""
+    """Prefix of the token files of every eval whose section names none; by default the run's
+    validation corpora."""
     text: str | list[str] | None = None
-    """Instead: text files, globs or folders, tokenized with the model's own tokenizer. A .jsonl,
-    .parquet or .arrow file has documents in its field `text`; any other file is one document."""
+    """Text files, globs or folders to use instead of `corpus`, tokenized with the model's own
+    tokenizer. .jsonl, .parquet and .arrow files have documents in the field `text`; any other file
+    is one document."""
     training_length: PositiveInt | None = None
-    """Tokens of a training sample, where the model does not say; lengths are multiples of it."""
+    """Tokens per training sample, for models that do not say; the default lengths depend on it."""
     parallel: RanksConfig = field(default_factory=RanksConfig)
     """How several ranks share the work."""
     perplexity: PerplexityConfig = field(default_factory=PerplexityConfig)

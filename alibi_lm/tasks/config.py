@@ -28,45 +28,45 @@ def default_tasks(num_qa_files: int) -> list[str]:
 
 @dataclass
 class TaskSizes(Section):
-    """Sizes of the retrieval tasks; left alone, RULER's are RULER's own.
+    """Sizes of the retrieval tasks; the defaults are RULER's.
 
-    A model with a small tokenizer or a short training length needs smaller ones; results then say
-    that the settings are not RULER's own.
+    Models with a small tokenizer or a short training length need smaller ones. Results then say
+    that the sizes are not RULER's.
     """
 
     tokens_to_generate: PositiveInt | None = None
-    """Answer's room of RULER's tasks, part of the length; by default RULER's: 128 in niah, 30 in
-    vt, 120 in cwe, 50 in fwe, 32 in qa."""
+    """Tokens reserved for the answer in RULER's tasks, part of the length; by default 128 in niah,
+    30 in vt, 120 in cwe, 50 in fwe, 32 in qa."""
     num_keys: PositiveInt = 4
-    """Keys of niah_multikey_1."""
+    """Keys in niah_multikey_1."""
     num_values: PositiveInt = 4
-    """Values of the key of niah_multivalue."""
+    """Values of the key in niah_multivalue."""
     num_queries: PositiveInt = 4
     """Keys asked for in niah_multiquery."""
     vt_num_chains: PositiveInt = 1
-    """Chains of assignments in vt; the first one is asked for."""
+    """Chains of assignments in vt; the question is about the first."""
     vt_num_hops: PositiveInt = 4
-    """Assignments of a chain after its first."""
+    """Assignments in a chain of vt after its first."""
     vt_example_tokens: NonNegativeInt = 500
-    """Length of the solved example before vt's question; 0 leaves it out."""
+    """Tokens of the solved example before vt's question; 0 leaves it out."""
     cwe_num_common: PositiveInt = 10
-    """Common words of cwe."""
+    """Common words in cwe."""
     cwe_common_repeats: PositiveInt | None = None
-    """Times that a common word appears; by default RULER's: 30, or 6 at lengths below 4096."""
+    """Repetitions of a common word in cwe; by default 30, or 6 at lengths below 4,096."""
     cwe_uncommon_repeats: PositiveInt | None = None
-    """Times that another word appears; by default RULER's: 3, or 1 at lengths below 4096."""
+    """Repetitions of any other word in cwe; by default 3, or 1 at lengths below 4,096."""
     cwe_example: bool = True
     """Whether a solved example comes before cwe's question."""
     fwe_alpha: Annotated[float, Field(gt=1)] = 2.0
-    """Exponent of the zeta distribution of fwe's words."""
+    """Exponent of the zeta distribution of words in fwe."""
     fwe_num_words: Annotated[int, Field(ge=4)] | None = None
-    """Different words of fwe; by default RULER's: 1/50 of the prompt's tokens."""
+    """Different words in fwe; by default 1/50 of the prompt's tokens."""
     mqar_num_pairs: Annotated[int, Field(ge=2, le=64)] = 8
-    """Key-value pairs of mqar."""
+    """Key-value pairs in mqar."""
     mqar_num_queries: PositiveInt = 4
     """Keys asked for in mqar; the last one is scored."""
     passkey_num_distances: PositiveInt = 8
-    """Distances at which a passkey is put, evenly spaced, at every length."""
+    """Evenly spaced distances of the passkey at each length."""
 
     @rule
     def _queries_are_pairs(self) -> Iterator[Problem]:

@@ -17,10 +17,10 @@ Schedule = Literal["cosine", "linear", "inverse_sqrt", "constant", "wsd"]
 
 @dataclass
 class RunConfig(Section):
-    """Where a run lives."""
+    """Where the run is stored."""
 
     dir: str
-    """Run folder; on storage that all hosts share."""
+    """Run folder, on storage that all hosts share."""
 
     @rule
     def _dir_is_a_path(self) -> Iterator[Problem]:
@@ -30,14 +30,14 @@ class RunConfig(Section):
 
 @dataclass
 class WandbConfig(Section):
-    """Where Weights & Biases shows the run. Its own WANDB_* variables count, such as WANDB_MODE."""
+    """Weights & Biases. Its own environment variables apply too, such as WANDB_MODE."""
 
     project: str
-    """The project there."""
+    """Project that the run is logged to."""
     entity: str | None = None
-    """User or team; by default the one logged in."""
+    """User or team; by default the logged-in user."""
     group: str | None = None
-    """Runs of one group are shown together."""
+    """Group that the run is shown in."""
 
     @rule
     def _names_are_not_empty(self) -> Iterator[Problem]:
@@ -73,32 +73,32 @@ class TrainConfig(Section):
     }
 
     sequence_length: PositiveInt = 256
-    """Tokens of a training sample (inputs)."""
+    """Input tokens of a training sample."""
     num_steps: PositiveInt = 1000
     """Optimizer steps of the whole run."""
     micro_batch_size: PositiveInt = 4
-    """Samples a rank puts through the model at once."""
+    """Samples per rank in one forward pass."""
     global_batch_size: PositiveInt = 8
-    """Samples of one optimizer step over all ranks."""
+    """Samples per optimizer step, over all ranks."""
     gradient_accumulation_steps: PositiveInt | None = None
-    """Micro-batches of a step on each rank; by default what the two sizes and the ranks give."""
+    """Micro-batches per step on each rank; by default derived from both batch sizes."""
     precision: Precision = "bf16"
-    """Arithmetic of forward and backward; master weights and accumulation are fp32."""
+    """Precision of the forward and backward pass; master weights and accumulation are fp32."""
     seed: NonNegativeInt = 0
     """Seed of the initial weights and of the order of samples."""
     init_from: str | None = None
-    """Run or step folder whose weights the new run starts from."""
+    """Run or step folder whose weights a new run starts from."""
 
     learning_rate: PositiveFloat = 1e-3
     """Peak learning rate of AdamW."""
     min_learning_rate: NonNegativeFloat = 0.0
     """Learning rate at the end of the decay."""
     schedule: Schedule = "cosine"
-    """After the warm-up: cosine, linear, inverse_sqrt, constant, or wsd (stable, then decay)."""
+    """Learning rate after the warm-up; wsd stays at the peak, then decays linearly."""
     warmup_steps: NonNegativeInt = 0
     """Steps over which the learning rate rises linearly from 0."""
     decay_steps: NonNegativeInt | None = None
-    """wsd: steps of the final decay; by default a tenth of num_steps."""
+    """Steps of the final decay of wsd; by default a tenth of num_steps."""
     beta1: Probability = 0.9
     """Decay of AdamW's first moment."""
     beta2: Probability = 0.95
@@ -106,42 +106,42 @@ class TrainConfig(Section):
     adam_epsilon: PositiveFloat = 1e-8
     """AdamW's epsilon."""
     weight_decay: NonNegativeFloat = 0.1
-    """Decoupled weight decay of the matrices; vectors have none."""
+    """Decoupled weight decay of matrices; vectors have none."""
     gradient_clipping: NonNegativeFloat = 1.0
-    """Largest global gradient norm; 0 clips nothing."""
+    """Largest global gradient norm; 0 disables clipping."""
     activation_checkpointing: bool = False
-    """Whether blocks are computed again in the backward pass instead of kept."""
+    """Recompute activations in the backward pass instead of storing them."""
     compile: bool = False
-    """Whether torch.compile fuses what lies between a block's attention, products and collectives;
-    takes a minute at the start, and needs a C++ compiler or Triton."""
+    """Compile what lies between a layer's attention, products and collectives; takes a minute at the
+    start, and needs a C++ compiler or Triton."""
 
     pruning_tolerance: Probability = 1e-6
-    """Probability that a head may leave out of each row of long samples; 0 computes all of it."""
+    """Largest attention probability per query that pruning may skip in long samples; 0 disables it."""
 
     log_interval: PositiveInt = 10
     """Steps between log lines, metrics.jsonl lines and TensorBoard points."""
     max_minutes: PositiveFloat | None = None
-    """Save and stop after this many minutes, to be started again; by default never."""
+    """Minutes after which the run saves and stops, to be resumed; by default never."""
     heartbeat_timeout_seconds: Annotated[float, Field(ge=5)] | None = 120.0
-    """Seconds without a sign of life after which a rank or its host is lost; null: never."""
+    """Seconds without a heartbeat after which a rank or host counts as lost; null disables it."""
     hang_timeout_minutes: PositiveFloat | None = 8.0
-    """Minutes in which no rank moves on, after which the job ends; null: never."""
+    """Minutes without progress on any rank after which the job ends; null disables it."""
     checkpoint_interval: PositiveInt = 500
-    """Steps between checkpoints; the last step always has one."""
+    """Steps between checkpoints; the last step is always saved."""
     keep_last: PositiveInt = 3
-    """How many of the newest checkpoints are kept."""
+    """Number of newest checkpoints to keep."""
     keep_every: PositiveInt | None = None
-    """Checkpoints whose step is a multiple of this are kept for good."""
+    """Keep every checkpoint whose step is a multiple of this; by default none."""
     validation_interval: PositiveInt | None = None
     """Steps between validation losses; by default none."""
     validation_multiples: list[float] = field(default_factory=lambda: [1.0, 2.0, 4.0])
     """Validation lengths as multiples of sequence_length."""
     validation_tokens: PositiveInt = 65536
-    """Tokens scored at each validation length."""
+    """Tokens to score at each validation length."""
     peak_flops: PositiveFloat | None = None
-    """FLOP/s of one device for MFU; by default from a table of GPUs, on CPU measured at start."""
+    """FLOP/s of one device, for MFU; by default from a table of GPUs, or measured on CPU."""
     wandb: WandbConfig | None = None
-    """Weights & Biases (`pip install 'alibi_lm[wandb]'`) shows the curves too; by default not."""
+    """Log to Weights & Biases too (needs the package `wandb`); by default off."""
 
     @rule
     def _the_decay_goes_down(self) -> Iterator[Problem]:

@@ -19,17 +19,17 @@ class GroupConfig(Section):
     base: dict[str, Any] = field(default_factory=dict)
     """Config of every run of the group, without `run` and `train.seed`."""
     models: dict[str, Any] = field(default_factory=dict)
-    """Name of a model: the settings in which it differs from `base`, dotted or nested."""
+    """Settings in which each model, by name, differs from `base`; dotted or nested."""
     seeds: Annotated[list[NonNegativeInt], Distinct] = field(default_factory=lambda: [0, 1, 2])
-    """train.seed of each model's runs. Equal seeds see the same samples: differences are paired."""
+    """train.seed of each model's runs; runs of one seed see the same samples, so they pair."""
     lengths: list[PositiveInt] = field(default_factory=list)
-    """Lengths to judge the models at: tokens, or items of generalization tasks."""
+    """Lengths to evaluate at: tokens, or items of generalization problems."""
     num_trials: PositiveInt = 50
-    """Prompts a cell, where prompts are put to the models."""
+    """Prompts per cell, in evals that use prompts."""
     max_tokens: PositiveInt | None = None
-    """Tokens of the validation corpora that are scored; by default all of long documents."""
+    """Tokens of the validation corpora to score at most; by default every long document."""
     truncated_context_targets: PositiveInt = 2000
-    """Size of the sample on which the null model is scored."""
+    """Targets of the truncated-context baseline."""
 
     @rule
     def _models_have_seeds_and_lengths(self) -> Iterator[Problem]:
@@ -57,11 +57,11 @@ class CostConfig(Section):
     """Training steps of several position schemes, timed in one process."""
 
     lengths: list[PositiveInt] = field(default_factory=lambda: [512])
-    """Tokens of a sample."""
+    """Tokens per sample."""
     tokens: PositiveInt = 4096
-    """Tokens of a step."""
+    """Tokens per step."""
     repeats: Annotated[int, Field(ge=3)] = 7
-    """Interleaved repetitions of each."""
+    """Interleaved repetitions of each measurement."""
     model: dict[str, Any] = field(default_factory=dict)
     """The model, without its position scheme."""
 
@@ -75,27 +75,23 @@ class CostConfig(Section):
 
 @dataclass
 class ClaimsConfig(Section):
-    """Everything that a claims suite's YAML can hold."""
+    """A claims suite."""
 
     results: str = "evals/results/claims"
-    """Folder of the page, its pictures and claims.json."""
+    """Folder for the page, its pictures and claims.json."""
     work: str = "runs/claims"
-    """Folder of the runs: WORK/GROUP/MODEL/seed_N."""
+    """Folder for the runs, as WORK/GROUP/MODEL/seed_N."""
     recipes: list[str] = field(default_factory=list)
     """Recipes to prepare first."""
     text: GroupConfig = field(default_factory=GroupConfig)
-    """Language models of real text, judged by their losses past the training length."""
+    """Language models of real text, evaluated by their losses past the training length."""
     recall: GroupConfig = field(default_factory=GroupConfig)
-    """Models trained on the retrieval curriculum, judged by needles."""
+    """Models trained on recall documents, evaluated by needles."""
     generalization: GroupConfig = field(default_factory=GroupConfig)
-    """Models of copying, addition and sorting, judged past the trained number of items."""
+    """Models of copying, addition and sorting, evaluated past the trained number of items."""
     cost: CostConfig = field(default_factory=CostConfig)
     """Time and memory of a training step."""
 
     def groups(self) -> dict[str, GroupConfig]:
         """The groups by name."""
-        return {
-            "text": self.text,
-            "recall": self.recall,
-            "generalization": self.generalization,
-        }
+        return {name: getattr(self, name) for name in ("text", "recall", "generalization")}
