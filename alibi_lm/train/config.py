@@ -112,11 +112,11 @@ class TrainConfig(Section):
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass instead of storing them."""
     compile: bool = False
-    """Compile what lies between a layer's attention, products and collectives; takes a minute at the
-    start, and needs a C++ compiler or Triton."""
+    """Fuse operations between a layer's attention, products and collectives by torch.compile; needs
+    a C++ compiler or Triton, and a minute at the start."""
 
     pruning_tolerance: Probability = 1e-6
-    """Largest attention probability per query that pruning may skip in long samples; 0 disables it."""
+    """Largest attention probability per query to skip in long samples; 0 disables pruning."""
 
     log_interval: PositiveInt = 10
     """Steps between log lines, metrics.jsonl lines and TensorBoard points."""
