@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from alibi_lm.utils import plugins
 from alibi_lm.utils.errors import Problem
-from alibi_lm.utils.settings import Probability, Section, rule
+from alibi_lm.utils.settings import Distinct, Probability, Section, nearest, rule
 
 Precision = Literal["fp32", "bf16", "fp16"]
-Schedule = Literal["cosine", "linear", "inverse_sqrt", "constant", "wsd"]
+SCHEDULES = ("cosine", "linear", "inverse_sqrt", "constant", "wsd")
+METRIC_WRITERS = ("tensorboard",)
 
 
 @dataclass
@@ -93,8 +95,9 @@ class TrainConfig(Section):
     """Peak learning rate of AdamW."""
     min_learning_rate: NonNegativeFloat = 0.0
     """Learning rate at the end of the decay."""
-    schedule: Schedule = "cosine"
-    """Learning rate after the warm-up; wsd stays at the peak, then decays linearly."""
+    schedule: str = "cosine"
+    """Learning rate after the warm-up: cosine, linear, inverse_sqrt, constant, wsd (stays at the
+    peak, then decays linearly), or the name of one that an installed package adds."""
     warmup_steps: NonNegativeInt = 0
     """Steps over which the learning rate rises linearly from 0."""
     decay_steps: NonNegativeInt | None = None
@@ -140,8 +143,23 @@ class TrainConfig(Section):
     """Tokens to score at each validation length."""
     peak_flops: PositiveFloat | None = None
     """FLOP/s of one device, for MFU; by default from a table of GPUs, or measured on CPU."""
+    metric_writers: Annotated[list[str], Distinct] = field(
+        default_factory=lambda: list(METRIC_WRITERS)
+    )
+    """What shows the curves besides metrics.jsonl: tensorboard, or names of metric writers that
+    installed packages add."""
     wandb: WandbConfig | None = None
     """Log to Weights & Biases too (needs the package `wandb`); by default off."""
+
+    @rule
+    def _schedule_exists(self) -> Iterator[Problem]:
+        yield from _unknown("schedule", self.schedule, SCHEDULES, plugins.SCHEDULES)
+
+    @rule
+    def _metric_writers_exist(self) -> Iterator[Problem]:
+        for index, name in enumerate(self.metric_writers):
+            key = f"metric_writers.{index}"
+            yield from _unknown(key, name, METRIC_WRITERS, plugins.METRIC_WRITERS)
 
     @rule
     def _the_decay_goes_down(self) -> Iterator[Problem]:
@@ -171,3 +189,12 @@ class TrainConfig(Section):
                 rule = f"times sequence_length = {self.sequence_length} is no whole length"
                 fix = "give multiples that make whole lengths"
                 yield Problem(f"validation_multiples.{index}", multiple, rule, fix)
+
+
+def _unknown(key: str, name: str, built_in: Sequence[str], group: str) -> Iterator[Problem]:
+    """A problem if a name is neither built in nor an entry point of a group."""
+    names = [*built_in, *plugins.plugins(group)]
+    if name not in names:
+        near = nearest(name, names)
+        fix = f"did you mean {near}?" if near else f"choose one, or install what adds it to {group}"
+        yield Problem(key, name, f"is not one of {', '.join(names)}", fix)

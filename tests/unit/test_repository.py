@@ -36,6 +36,7 @@ UTILS = {
     "memory": (),
     "text": (),
     "exit": ("errors", "logging"),
+    "plugins": (),
     "settings": ("errors",),
     "locking": ("errors", "logging"),
     "progress": ("logging",),
@@ -232,7 +233,7 @@ def may_import(importer: str, imported: str) -> bool:
     if importer == "":
         return imported in PUBLIC
     if SECTIONS.match(importer):
-        return imported in ("utils.errors", "utils.settings", "tasks.config")
+        return imported in ("utils.errors", "utils.plugins", "utils.settings", "tasks.config")
     package, _, name = imported.partition(".")
     if importer.startswith("utils."):
         return package == "utils" and name in UTILS[importer.removeprefix("utils.")]

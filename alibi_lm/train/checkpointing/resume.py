@@ -45,6 +45,7 @@ MAY_CHANGE = (
     "train.max_minutes",
     "train.heartbeat_timeout_seconds",
     "train.hang_timeout_minutes",
+    "train.metric_writers",
     "train.wandb",
 )
 

@@ -1,12 +1,9 @@
-"""Where a run's curves are shown besides its own files: TensorBoard, and Weights & Biases.
-
-Rank 0 only.
-"""
+"""Metric writers: TensorBoard, Weights & Biases, and those that other packages add. Rank 0 only."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,6 +13,7 @@ from torch.utils.tensorboard.summary import hparams
 
 from alibi_lm.config import Config
 from alibi_lm.config_loading import flatten
+from alibi_lm.utils import plugins
 from alibi_lm.utils.errors import ConfigError, Problem
 from alibi_lm.utils.files import stored_object, write_json
 from alibi_lm.utils.logging import console
@@ -45,9 +43,10 @@ class MetricWriter(Protocol):
 class TensorBoardWriter:
     """Event files in the run folder's tensorboard/."""
 
-    def __init__(self, run: Path, start_step: int) -> None:
-        """Points after the checkpoint that the run goes on from are written again."""
-        self._writer = SummaryWriter(str(run / "tensorboard"), purge_step=start_step + 1)
+    def __init__(self, config: Config, start_step: int) -> None:
+        """Points after `start_step`, the checkpoint that a run resumes from, are replaced."""
+        folder = Path(config.run.dir) / "tensorboard"
+        self._writer = SummaryWriter(str(folder), purge_step=start_step + 1)
 
     def hyperparameters(self, config: Config) -> None:
         """As a text, and for the table in which runs are compared."""
@@ -141,11 +140,17 @@ class WandbWriter:
         self._run.finish()
 
 
+OpenWriter = Callable[[Config, int], MetricWriter]
+"""Opens a writer for a config and the number of steps done so far."""
+WRITERS: Mapping[str, OpenWriter] = {"tensorboard": TensorBoardWriter}
+"""By the names of `train.metric_writers`; other packages add theirs as entry points."""
+
+
 def check_writers(config: Config) -> None:
-    """Refuse a board that is not installed here.
+    """Refuse a metric writer whose package is not installed.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: naming it.
     """
     if config.train.wandb is not None and find_spec("wandb") is None:
         rule = "needs the package wandb, which is not installed"
@@ -155,10 +160,14 @@ def check_writers(config: Config) -> None:
 
 
 def open_writers(config: Config, start_step: int) -> list[MetricWriter]:
-    """The boards of a run that starts, or goes on, after step `start_step`."""
-    writers: list[MetricWriter] = [TensorBoardWriter(Path(config.run.dir), start_step)]
+    """The metric writers of a run that starts or resumes after step `start_step`."""
+    writers = [_opener(name)(config, start_step) for name in config.train.metric_writers]
     if config.train.wandb is not None:
         writers.append(WandbWriter(config))
-    for board in writers:
-        board.hyperparameters(config)
+    for writer in writers:
+        writer.hyperparameters(config)
     return writers
+
+
+def _opener(name: str) -> OpenWriter:
+    return WRITERS.get(name) or plugins.load_plugin(plugins.METRIC_WRITERS, name)

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from alibi_lm.train import config, schedule
 from alibi_lm.train.config import TrainConfig
 from alibi_lm.train.schedule import learning_rate
 
@@ -55,3 +56,7 @@ def test_inverse_sqrt_constant_and_wsd() -> None:
     assert values[99] == pytest.approx(0.1 + 0.4 / 20)
     assert rates(schedule="wsd")[89] == 0.5
     assert rates(schedule="wsd")[91] < 0.5
+
+
+def test_every_name_that_the_settings_take_is_a_schedule() -> None:
+    assert set(config.SCHEDULES) == set(schedule.SCHEDULES)
