@@ -5,11 +5,14 @@ INSTALLED := .venv/.installed
 RUN := runs/demo
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help install demo check lint types spelling site format reference test test-all clean-demo
+.PHONY: help install demo check lint types spelling site format reference test test-all \
+	test-slow-attention test-slow-pruning test-slow-unit test-slow-ranks clean-demo
 
 help:
 	@echo "make demo      corpus, tokenizer, pretraining, long-context evals, export, report"
-	@echo "make test      the test suite (make test-all: with the long matrices)"
+	@echo "make test      the test suite, in at most 10 minutes on two cores"
+	@echo "make test-all  and the long matrices; its parts, each at most 90 minutes:"
+	@echo "               test-slow-attention test-slow-pruning test-slow-unit test-slow-ranks"
 	@echo "make check     lint, format, types, spelling, documentation (make format fixes the first two)"
 
 install: $(INSTALLED)
@@ -61,11 +64,26 @@ reference: $(INSTALLED)
 	$(BIN)/alibi-lm config reference docs/configuration.md
 	$(BIN)/alibi-lm config schema configs/schema.json
 
-test test-all: export DS_ACCELERATOR := cpu
-test: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m "not slow" --numprocesses auto --dist loadfile tests/unit tests/benchmarks
-	$(BIN)/pytest -m "not slow" tests/distributed tests/launch
+# One pool of workers for everything: tests that wait for ranks leave the cores to the others. The
+# long files, those of ranks and launchers, are collected first and so start first.
+PYTEST := OMP_NUM_THREADS=1 DS_ACCELERATOR=cpu $(BIN)/pytest --numprocesses auto
+BY_FILE := --dist loadfile --no-loadscope-reorder
 
-test-all: test
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m slow --numprocesses auto --dist loadfile tests/unit tests/benchmarks
-	$(BIN)/pytest -m slow tests/distributed tests/launch
+test: $(INSTALLED)
+	$(PYTEST) $(BY_FILE) -m "not slow" tests
+
+# `make test` and the tests marked slow, in parts of at most 90 minutes on two cores.
+test-all: test test-slow-attention test-slow-pruning test-slow-unit test-slow-ranks
+
+test-slow-attention: $(INSTALLED)
+	$(PYTEST) --dist worksteal -m slow tests/unit/model/attention
+
+test-slow-pruning: $(INSTALLED)
+	$(PYTEST) --dist worksteal -m slow tests/unit/model/pruning
+
+test-slow-unit: $(INSTALLED)
+	$(PYTEST) $(BY_FILE) -m slow tests/unit tests/benchmarks \
+		--ignore tests/unit/model/attention --ignore tests/unit/model/pruning
+
+test-slow-ranks: $(INSTALLED)
+	$(PYTEST) $(BY_FILE) -m slow tests/distributed tests/launch

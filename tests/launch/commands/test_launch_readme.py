@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 from launching import REPOSITORY, environment, metrics, write_config
+from ports import unused_port
 
 from alibi_lm.checkpoint.step import open_run
 from alibi_lm.config_loading import apply_overrides, load_yaml, to_yaml
-from alibi_lm.train.environment import free_port
 
 OWN_TESTS = {"python", "extending", "configuration"}
 """Pages whose code is run elsewhere."""
@@ -108,7 +108,7 @@ def commands() -> list[str]:
 def smaller(code: str) -> str:
     for word, replacement in REPLACED.items():
         code = code.replace(word, replacement)
-    return re.sub(r"^deepspeed ", f"deepspeed --master_port {free_port()} ", code, flags=re.M)
+    return re.sub(r"^deepspeed ", f"deepspeed --master_port {unused_port()} ", code, flags=re.M)
 
 
 def run(arguments: list[str], folder: Path, **variables: str) -> str:
@@ -212,7 +212,7 @@ def test_the_slurm_script_makes_one_run_of_all_hosts(tmp_path: Path, checkout: P
         "SLURM_JOB_NODELIST": "node-[1-2]",
         "SLURM_GPUS_ON_NODE": "1",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
+        "MASTER_PORT": str(unused_port()),
     }
     script = ["bash", "launch/slurm.sbatch", str(config), "train.checkpoint_interval=2"]
     output = run(script, checkout, **variables)

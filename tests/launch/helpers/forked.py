@@ -20,7 +20,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from unittest import mock
 
-from alibi_lm.train.environment import free_port
+from ports import unused_port
 
 _SERVER = get_context("forkserver")
 _SERVER.set_forkserver_preload(["__main__", "preloaded"])
@@ -132,7 +132,7 @@ def rank_commands(
     """What DeepSpeed's launcher starts on one host."""
     shared = {
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
+        "MASTER_PORT": str(unused_port()),
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_SIZE": str(num_ranks),
     }

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import psutil
 from forked import Forked, rank_commands
+from ports import unused_port
 
 from alibi_lm.config_loading import to_yaml
 from alibi_lm.data.indexed import TokenFileWriter
-from alibi_lm.train.environment import free_port
 
 REPOSITORY = Path(__file__).parents[3]
 VOCAB_SIZE = 320
@@ -77,7 +77,7 @@ def command(program: Path, *arguments: str, ranks: int = 2) -> list[str]:
     if ranks == 0:
         return [sys.executable, *script]
     launcher = str(Path(sys.executable).with_name("deepspeed"))
-    port = str(free_port())
+    port = str(unused_port())
     return [sys.executable, launcher, "--num_gpus", str(ranks), "--master_port", port, *script]
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from comparing import curve, reaches
 from launching import PRETRAIN, environment, launch, run_until, write_config
+from ports import unused_port
 
 from alibi_lm.checkpoint.step import open_run
-from alibi_lm.train.environment import free_port
 from alibi_lm.utils.errors import EXIT_STOPPED
 
 needs_openmpi = pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs Open MPI's mpirun")
@@ -29,7 +29,7 @@ def test_two_ranks_train_and_stop_under_mpirun(tmp_path: Path) -> None:
     code, output = run_until(
         [sys.executable, launcher, "--hostfile", str(hostfile), "--launcher", "openmpi", *options,
          str(PRETRAIN), str(config)],
-        environment() | {"MASTER_PORT": str(free_port())},
+        environment() | {"MASTER_PORT": str(unused_port())},
         when=reaches(run, 3),
         then=lambda _: (run / "STOP").touch(),
     )  # fmt: skip

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from comparing import curve, reaches
 from launching import PRETRAIN, REPOSITORY, command, environment, launch, write_config
+from ports import unused_port
 
 from alibi_lm.checkpoint.step import open_run
-from alibi_lm.train.environment import free_port
 from alibi_lm.utils.errors import EXIT_STOPPED
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel")
@@ -65,7 +65,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     folder = tmp_path_factory.mktemp("slurm")
     for name in ("state", "spool-node-1", "spool-node-2"):
         (folder / name).mkdir()
-    ports = {name: free_port() for name in ("controller", "first", "second")}
+    ports = {name: unused_port() for name in ("controller", "first", "second")}
     host = socket.gethostname().partition(".")[0]
     conf = folder / "slurm.conf"
     conf.write_text(SLURM_CONF.format(folder=folder, host=host, **ports), encoding="utf-8")
@@ -120,7 +120,7 @@ def said(line: list[str], variables: dict[str, str], folder: Path | None = None)
 
 def submit(checkout: Path, variables: dict[str, str], *arguments: str) -> str:
     """Submit the batch script; the job's number. Its nodes here have no GPUs."""
-    port = {"MASTER_PORT": str(free_port())}
+    port = {"MASTER_PORT": str(unused_port())}
     line = ["sbatch", "--parsable", "--gpus-per-node=0", "launch/slurm.sbatch", *arguments]
     job = said(line, variables | port, checkout).strip()
     assert job.isdigit(), job
@@ -177,7 +177,7 @@ def test_the_slurm_launcher_trains_two_ranks(tmp_path: Path, slurm: dict[str, st
     done = subprocess.run(
         [*command(PRETRAIN)[:2], "--hostfile", str(hostfile), "--no_ssh_check",
          "--launcher", "slurm", "--master_addr", "127.0.0.1", str(PRETRAIN), str(config)],
-        env=slurm | {"MASTER_PORT": str(free_port())},
+        env=slurm | {"MASTER_PORT": str(unused_port())},
         capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

@@ -13,11 +13,11 @@ from pathlib import Path
 import psutil
 import pytest
 from launching import RECORDING, environment, launch, metrics, write_config
+from ports import unused_port
 from two_hosts import Host, TwoHosts, missing, two_hosts, wait_for
 
 from alibi_lm.checkpoint.folder import verify
 from alibi_lm.checkpoint.step import open_run
-from alibi_lm.train.environment import free_port
 from alibi_lm.utils.errors import EXIT_STOPPED
 
 SILENCE = 10
@@ -54,7 +54,7 @@ class Job:
         self.output = folder / f"output-{time.monotonic_ns()}.txt"
         hostfile = write_launch_files(folder, hosts)
         launcher = str(Path(sys.executable).with_name("deepspeed"))
-        options = ["--hostfile", str(hostfile), "--master_port", str(free_port())]
+        options = ["--hostfile", str(hostfile), "--master_port", str(unused_port())]
         script = str(RECORDING)
         with self.output.open("w") as stdout:
             self.process = host.popen(
