@@ -81,7 +81,7 @@ def stop_by_each_way_in_turn(folder: Path, seed: int, forked: Sequence[str]) -> 
 @pytest.mark.parametrize(
     ("seed", "forked"),
     [
-        (0, ["SIGUSR1 to a rank", "STOP"]),
+        (0, ["SIGTERM to a rank", "SIGUSR1 to a rank", "STOP"]),
         pytest.param(1, [], marks=pytest.mark.slow),
         pytest.param(2, [], marks=pytest.mark.slow),
     ],
