@@ -51,7 +51,7 @@ def reference(out: Path | None) -> None:
 
 @config.command()
 @OUT
-@click.option("--kind", type=click.Choice(list(FILES)), default="run", show_default=True)
+@click.option("--kind", type=click.Choice(list(FILES)), default="run", help="Kind of file.")
 def schema(out: Path | None, kind: str) -> None:
     """Write the JSON schema of a kind of YAML file to OUT, or to standard output."""
     _write(schema_text(kind), out)

@@ -15,7 +15,7 @@ from alibi_lm.config import load_config
 from alibi_lm.data.preparation.prepare import load_recipe
 from alibi_lm.evals.suite import read_suite
 from alibi_lm.experiments.claims.run import load_claims
-from alibi_lm.experiments.claims.training import members
+from alibi_lm.experiments.claims.training import suite_runs
 from alibi_lm.model.flops import num_parameters
 from alibi_lm.train.engine.deepspeed_config import accumulation_steps
 from alibi_lm.train.run import read_config
@@ -160,7 +160,7 @@ def test_every_suite_loads(path: Path) -> None:
     "path", sorted((REPOSITORY / "evals" / "suites").glob("*.yaml")), ids=name_of
 )
 def test_every_claims_suite_loads(path: Path) -> None:
-    assert members(load_claims(path))
+    assert suite_runs(load_claims(path))
 
 
 # ---- launch templates ---------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Time and memory of a training step with each position scheme, in the same process."""
+"""Time and memory of a training step with each position scheme."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from alibi_lm.utils.memory import (
 
 SCHEMES = ("alibi", "sinusoidal", "rotary", "t5", "none")
 MEMORY_SCHEMES = ("alibi", "sinusoidal")
-"""Whose memory the claims ask for; each measurement is a process of its own."""
+"""Schemes whose memory the claims compare, each measured in its own process."""
 MEMORY_REPEATS = 7
 
 
 def measure_cost(settings: CostConfig) -> dict[str, Any]:
     """Seconds and bytes of a step by scheme and length, one value a repetition.
 
-    Steps of all schemes and lengths take turns, so that a busy machine slows all alike. Bytes are
-    what the resident memory of a process of its own rises by from the ready model to the peak of
-    three steps. Attention and memory are set as training sets them.
+    Steps of all schemes and lengths are interleaved, so that a busy machine slows all alike. Bytes
+    are the rise of a separate process's resident memory from the ready model to the peak of three
+    steps. Attention and memory are set up as in training.
     """
     keep_freed_memory()
     steps = {
@@ -62,8 +62,13 @@ def measure_cost(settings: CostConfig) -> dict[str, Any]:
         }
         for scheme in MEMORY_SCHEMES
     }
-    return {"seconds": seconds, "bytes": memory, "tokens": settings.tokens,
-            "model": settings.model, "threads": torch.get_num_threads()}  # fmt: skip
+    return {
+        "seconds": seconds,
+        "bytes": memory,
+        "tokens": settings.tokens,
+        "model": settings.model,
+        "threads": torch.get_num_threads(),
+    }
 
 
 def _step(settings: CostConfig, scheme: str, length: int) -> Callable[[], None]:
@@ -116,8 +121,8 @@ def cost_lines(cost: Mapping[str, Any]) -> list[str]:
     for scheme in SCHEMES:
         for length, seconds in cost["seconds"][scheme].items():
             base = statistics.median(cost["seconds"]["sinusoidal"][length])
-            ours = statistics.median(seconds)
-            line = f"{scheme:<12} {length:>6}  {ours:8.3f} s  {ours / base:5.2f}x"
+            median = statistics.median(seconds)
+            line = f"{scheme:<12} {length:>6}  {median:8.3f} s  {median / base:5.2f}x"
             if scheme in cost["bytes"]:
                 line += f"  {statistics.median(cost['bytes'][scheme][length]) / 2**20:8.0f} MiB"
             lines.append(line)

@@ -1,4 +1,4 @@
-"""What a suite measures on each of its finished runs, kept beside the run."""
+"""Measures the finished runs of a suite, and keeps the results in the run folders."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from alibi_lm.evals.perplexity.windows import non_overlapping_windows
 from alibi_lm.evals.retrieval.needle import score_grid
 from alibi_lm.evals.retrieval.needle_prompts import PromptMaker
 from alibi_lm.experiments.claims.config import GroupConfig
-from alibi_lm.experiments.claims.training import Member
+from alibi_lm.experiments.claims.training import SuiteRun
 from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.decoder import Decoder
 from alibi_lm.model.inference.kv_cache import KVCache, LayerKVCache
 from alibi_lm.utils.files import stored_object, write_json
 
-EVIDENCE = "claims_evidence.json"
+RESULT = "claims_measurements.json"
 BATCH_TOKENS = 16384
 SHIFTS = (1, 128, 1000)
-"""Positions by which a document is moved."""
+"""Positions by which a document is shifted."""
 
 
-def measured(
-    member: Member, settings: GroupConfig, measure: Callable[[Step, GroupConfig], dict[str, Any]]
+def load_or_measure(
+    run: SuiteRun, settings: GroupConfig, measure: Callable[[Step, GroupConfig], dict[str, Any]]
 ) -> dict[str, Any]:
-    """What `measure` finds on a finished run, from the file of an earlier time where it fits."""
-    path = Path(member.folder) / EVIDENCE
-    step = member.checkpoint()
+    """The measurements of a finished run: stored ones if their inputs are the same, or new ones."""
+    path = Path(run.folder) / RESULT
+    step = run.checkpoint()
     inputs = {
         "step": step.digest,
         "lengths": settings.lengths,
@@ -52,10 +52,10 @@ def measured(
     stored = stored_object(path)
     if stored and stored.get("inputs") == inputs:
         return stored
-    found = {**measure(step, settings), "inputs": inputs, "tokens": step.meta["tokens"],
-             "num_parameters": step.decoder().num_parameters()}  # fmt: skip
-    write_json(path, found)
-    return found
+    result = measure(step, settings) | {"inputs": inputs, "tokens": step.meta["tokens"]}
+    result["num_parameters"] = step.decoder().num_parameters()
+    write_json(path, result)
+    return result
 
 
 def measure_text(step: Step, settings: GroupConfig) -> dict[str, Any]:
@@ -77,8 +77,11 @@ def measure_text(step: Step, settings: GroupConfig) -> dict[str, Any]:
         losses[length] = protocols.target_losses(scorer, documents, windows[length], BATCH_TOKENS)
     targets = sum(len(document) - 1 for document in documents)
     sizes = target_bytes(documents, step.tokenizer())
-    found: dict[str, Any] = {
-        "losses": {str(n): float(sum(x.sum() for x in own)) / targets for n, own in losses.items()},
+    result: dict[str, Any] = {
+        "losses": {
+            str(n): float(sum(document.sum() for document in kept)) / targets
+            for n, kept in losses.items()
+        },
         "num_documents": len(documents),
         "num_targets": targets,
         "num_bytes": None if sizes is None else int(sizes.sum()),
@@ -91,21 +94,19 @@ def measure_text(step: Step, settings: GroupConfig) -> dict[str, Any]:
     cut = cut_losses(scorer, documents, sample, trained, lengths, BATCH_TOKENS)
     observed = np.stack([sample.of(losses[length]) for length in lengths])
     rows = loss_gap_rows(sample, observed, cut, lengths, trained)
-    found["loss_gap"] = {str(row["length"]): row["loss_gap"] for row in rows}
+    result["loss_gap"] = {str(row["length"]): row["loss_gap"] for row in rows}
     if step.config.model.position == "alibi":
         model = build(ModelConfig, to_dict(step.config.model) | {"window": trained})
         windowed = NativeScorer(step.decoder(model=model))
-        found["windowed"] = {
-            str(n): float(
-                protocols.document_sums(windowed, documents, windows[n], BATCH_TOKENS).sum()
-            ) / targets
-            for n in lengths if n > trained
-        }  # fmt: skip
-    return found
+        result["windowed"] = {}
+        for n in (n for n in lengths if n > trained):
+            sums = protocols.document_sums(windowed, documents, windows[n], BATCH_TOKENS)
+            result["windowed"][str(n)] = float(sums.sum()) / targets
+    return result
 
 
 def measure_recall(step: Step, settings: GroupConfig) -> dict[str, Any]:
-    """Needles found at each length and distance; with linear biases, under scaled slopes too.
+    """Needles found at each length and distance; with ALiBi also under scaled slopes.
 
     The factor of the scaling is the longest length over the training length, at every length.
     """
@@ -120,10 +121,10 @@ def measure_recall(step: Step, settings: GroupConfig) -> dict[str, Any]:
     if step.config.model.position == "alibi" and lengths[-1] > trained:
         factor = lengths[-1] / trained
         variants |= {kind: {"kind": kind, "factor": factor} for kind in ("linear", "ntk")}
-    found: dict[str, list[dict[str, Any]]] = {}
+    results: dict[str, list[dict[str, Any]]] = {}
     for name, scaling in variants.items():
         scorer = native_scorer(step, "fp32", scaling=scaling)
-        found[name] = [
+        results[name] = [
             {
                 "length": length,
                 "distance": high,
@@ -136,11 +137,11 @@ def measure_recall(step: Step, settings: GroupConfig) -> dict[str, Any]:
                 score_grid(scorer, maker, tokenizer, [length], config, trained).bins.items()
             )
         ]
-    return {"variants": found}
+    return {"variants": results}
 
 
 def measure_generalization(step: Step, settings: GroupConfig) -> dict[str, Any]:
-    """Exact answers to longer problems than were trained, by task and number of items."""
+    """Exact-match accuracy on longer problems than were trained, by task and number of items."""
     tokenizer = step.tokenizer()
     assert tokenizer is not None
     config = GeneralizationConfig(lengths=settings.lengths, num_trials=settings.num_trials)
@@ -155,7 +156,7 @@ def measure_generalization(step: Step, settings: GroupConfig) -> dict[str, Any]:
 
 
 class _ShiftedLayer(LayerKVCache):
-    """Holds nothing, but says that so many tokens came before."""
+    """Holds nothing, but reports a length of `shift` tokens."""
 
     def __init__(self, shift: int) -> None:
         super().__init__()
@@ -175,16 +176,16 @@ class _Shifted(KVCache):
 def shift_differences(decoder: Decoder, document: np.ndarray, length: int) -> dict[int, float]:
     """Largest change of a loss, in nats, when a document starts at a later position than 0.
 
-    The tokens are the same and so is what each may see: only their positions move.
+    Tokens and attention mask stay the same: only the positions move.
     """
     tokens = torch.from_numpy(document[: length + 1].astype(np.int64))[None]
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     plain = decoder.losses(inputs, targets)
-    found = {}
+    changes = {}
     for shift in SHIFTS:
         moved = decoder.losses(inputs, targets, _Shifted(decoder.config.num_layers, shift))
-        found[shift] = float((moved - plain).abs().max())
-    return found
+        changes[shift] = float((moved - plain).abs().max())
+    return changes
 
 
 MEASURES: dict[str, Callable[[Step, GroupConfig], dict[str, Any]]] = {
@@ -192,4 +193,4 @@ MEASURES: dict[str, Callable[[Step, GroupConfig], dict[str, Any]]] = {
     "recall": measure_recall,
     "generalization": measure_generalization,
 }
-"""What is measured on the runs of each group."""
+"""The measurement of each group's runs."""

@@ -1,4 +1,4 @@
-"""A claims suite from its recipes to its page; what is done already is not done again."""
+"""Runs a claims suite, from its recipes to its page; finished parts are reused."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from alibi_lm.config_loading import apply_overrides, build, load_yaml, to_dict
 from alibi_lm.data.preparation.prepare import load_recipe, prepare
 from alibi_lm.experiments.claims.config import ClaimsConfig
 from alibi_lm.experiments.claims.cost import cost_lines, measure_cost
-from alibi_lm.experiments.claims.evidence import Evidence
-from alibi_lm.experiments.claims.measure import MEASURES, measured
+from alibi_lm.experiments.claims.measure import MEASURES, load_or_measure
+from alibi_lm.experiments.claims.measurements import Measurements
 from alibi_lm.experiments.claims.page import PAGE, write_page
-from alibi_lm.experiments.claims.training import Member, is_finished, members, train_all
+from alibi_lm.experiments.claims.training import SuiteRun, is_finished, suite_runs, train_all
 from alibi_lm.utils.files import stored_object, write_json
 from alibi_lm.utils.logging import console
 
@@ -27,7 +27,7 @@ def load_claims(path: str | Path, overrides: Sequence[str] = ()) -> ClaimsConfig
         ConfigError: with every problem found, those of the runs' configs included.
     """
     suite = build(ClaimsConfig, apply_overrides(load_yaml(path), overrides))
-    members(suite)
+    suite_runs(suite)
     return suite
 
 
@@ -46,22 +46,22 @@ def run_claims(
         overrides: `key=value` settings that take precedence.
         environment: of the training processes.
         jobs: runs trained at the same time.
-        train: False makes the page of what has been trained so far.
+        train: False makes the page of the runs trained so far.
 
     Raises:
         UserError: a mistake in the suite, a recipe or a run.
     """
     suite = load_claims(path, overrides)
-    runs = members(suite)
-    # A page that cannot be written is better known before hours of training than after.
+    runs = suite_runs(suite)
+    # An unwritable folder must show before hours of training.
     Path(suite.results).mkdir(parents=True, exist_ok=True)
     if train:
         for recipe in suite.recipes:
             prepare(load_recipe(recipe))
         train_all(runs, jobs, environment)
-    evidence = gather(suite, [member for member in runs if is_finished(member)])
-    evidence.cost = _cost(suite) if train else _stored_cost(suite)
-    rows = write_page(suite, str(path), evidence)
+    measured = gather(suite, [run for run in runs if is_finished(run)])
+    measured.cost = _cost(suite) if train else _stored_cost(suite)
+    rows = write_page(suite, str(path), measured)
     for row in rows:
         console.info(f"{row['verdict']:<25} {row['statement']}")
         console.info(f"{'':<25} {row['text']}")
@@ -69,19 +69,20 @@ def run_claims(
     return rows
 
 
-def gather(suite: ClaimsConfig, finished: Sequence[Member]) -> Evidence:
-    """Measure finished runs; a model counts once it is trained from every seed."""
+def gather(suite: ClaimsConfig, finished: Sequence[SuiteRun]) -> Measurements:
+    """Measure finished runs; a model counts once all of its seeds are trained."""
     groups = suite.groups()
-    evidence = Evidence({})
+    measured = Measurements({})
     for group, settings in groups.items():
         for model in settings.models:
-            own = [m for m in finished if (m.group, m.model) == (group, model)]
-            if len(own) < len(settings.seeds):
+            runs = [run for run in finished if (run.group, run.model) == (group, model)]
+            if len(runs) < len(settings.seeds):
                 continue
-            found = [measured(member, settings, MEASURES[group]) for member in own]
-            evidence.runs[group, model] = list(found)
-            evidence.training_lengths[group, model] = own[0].config.train.sequence_length
-    return evidence
+            measured.runs[group, model] = [
+                load_or_measure(run, settings, MEASURES[group]) for run in runs
+            ]
+            measured.training_lengths[group, model] = runs[0].config.train.sequence_length
+    return measured
 
 
 def _stored_cost(suite: ClaimsConfig) -> dict[str, Any] | None:
@@ -92,10 +93,10 @@ def _stored_cost(suite: ClaimsConfig) -> dict[str, Any] | None:
 def _cost(suite: ClaimsConfig) -> dict[str, Any] | None:
     if not suite.cost.model:
         return None
-    found = _stored_cost(suite)
-    if found is None:
-        found = {**measure_cost(suite.cost), "settings": to_dict(suite.cost)}
-        write_json(Path(suite.work) / COST, found)
-    for line in cost_lines(found):
+    cost = _stored_cost(suite)
+    if cost is None:
+        cost = {**measure_cost(suite.cost), "settings": to_dict(suite.cost)}
+        write_json(Path(suite.work) / COST, cost)
+    for line in cost_lines(cost):
         console.info(line)
-    return found
+    return cost

@@ -1,4 +1,4 @@
-"""Intervals over a few paired seeds, and what they say of a claim."""
+"""Confidence intervals over a few paired seeds, and the verdicts that follow from them."""
 
 from __future__ import annotations
 
@@ -36,38 +36,38 @@ class Estimate:
 
 def estimate(values: Sequence[float] | np.ndarray) -> Estimate:
     """Mean and 95% interval (Student's t) of one value a seed."""
-    found = np.asarray(values, dtype=np.float64)
-    mean, count = float(found.mean()), len(found)
+    array = np.asarray(values, dtype=np.float64)
+    mean, count = float(array.mean()), len(array)
     if count < 2:
-        return Estimate(mean, None, None, tuple(found.tolist()))
+        return Estimate(mean, None, None, tuple(array.tolist()))
     quantile = _T_QUANTILES[min(count - 1, len(_T_QUANTILES)) - 1]
-    half = quantile * float(found.std(ddof=1)) / math.sqrt(count)
-    return Estimate(mean, mean - half, mean + half, tuple(found.tolist()))
+    half = quantile * float(array.std(ddof=1)) / math.sqrt(count)
+    return Estimate(mean, mean - half, mean + half, tuple(array.tolist()))
 
 
-def above(found: Estimate, threshold: float) -> Verdict:
+def above(value: Estimate, threshold: float) -> Verdict:
     """Whether a quantity is above a threshold: only where its whole interval is on one side."""
-    if found.low is None or found.high is None:
+    if value.low is None or value.high is None:
         return "cannot tell at this scale"
-    if found.low > threshold:
+    if value.low > threshold:
         return "confirmed"
-    return "refuted" if found.high <= threshold else "cannot tell at this scale"
+    return "refuted" if value.high <= threshold else "cannot tell at this scale"
 
 
-def below(found: Estimate, threshold: float) -> Verdict:
-    """`above` the other way round."""
+def below(value: Estimate, threshold: float) -> Verdict:
+    """Whether a quantity is below a threshold, by the same rule."""
     swap: dict[Verdict, Verdict] = {"confirmed": "refuted", "refuted": "confirmed"}
-    verdict = above(found, threshold)
+    verdict = above(value, threshold)
     return swap.get(verdict, verdict)
 
 
 def all_of(*verdicts: Verdict) -> Verdict:
-    """A claim of several parts: refuted by any, confirmed by all."""
+    """Verdict on a claim of several parts: refuted by any, confirmed by all."""
     worst: tuple[Verdict, ...] = ("refuted", "not tested here", "cannot tell at this scale")
     return next((word for word in worst if word in verdicts), "confirmed")
 
 
 def any_of(*verdicts: Verdict) -> Verdict:
-    """A claim that one of several may bear out: confirmed by any, refuted by all."""
+    """Verdict on a claim that one of several parts confirms: confirmed by any, refuted by all."""
     best: tuple[Verdict, ...] = ("confirmed", "cannot tell at this scale", "not tested here")
     return next((word for word in best if word in verdicts), "refuted")

@@ -1,4 +1,4 @@
-"""Training the models of a claims suite, one run a model and seed, each only once."""
+"""Trains the models of a claims suite: one run for each model and seed."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ CONFIG = "claims_run.yaml"
 
 
 @dataclass(frozen=True)
-class Member:
-    """One run of a suite: a model of a group, from one seed."""
+class SuiteRun:
+    """One run of a suite: a model of a group with one seed."""
 
     group: str
     model: str
@@ -36,14 +36,14 @@ class Member:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """The run's name in messages."""
         return f"{self.group}/{self.model} seed {self.seed}"
 
     def checkpoint(self) -> Step:
-        """Its finished checkpoint, every file compared with its digest.
+        """The finished checkpoint, after comparing every file with its digest.
 
         Raises:
-            CheckpointError: it has not been trained to its end.
+            CheckpointError: training has not finished.
         """
         step = open_run(self.folder)
         if step.step < self.config.train.num_steps:
@@ -53,13 +53,13 @@ class Member:
         return step
 
 
-def members(suite: ClaimsConfig) -> list[Member]:
-    """Every run of a suite, seed by seed, so that a suite cut short has whole pairs.
+def suite_runs(suite: ClaimsConfig) -> list[SuiteRun]:
+    """Every run of a suite, seed by seed, so that an interrupted suite has whole pairs.
 
     Raises:
         ConfigError: with the problems of all runs' configs.
     """
-    found: list[Member] = []
+    runs: list[SuiteRun] = []
     problems: list[Problem] = []
     for group, settings in suite.groups().items():
         for seed in settings.seeds:
@@ -73,10 +73,10 @@ def members(suite: ClaimsConfig) -> list[Member]:
                         for p in error.problems
                     )
                     continue
-                found.append(Member(group, model, seed, folder, config))
+                runs.append(SuiteRun(group, model, seed, folder, config))
     if problems:
         raise ConfigError(*problems)
-    return found
+    return runs
 
 
 def _config(base: Mapping[str, Any], changes: Mapping[str, Any], seed: int, folder: Path) -> Config:
@@ -87,60 +87,60 @@ def _config(base: Mapping[str, Any], changes: Mapping[str, Any], seed: int, fold
     return build(Config, apply_overrides(raw, [*texts, f"train.seed={seed}"]))
 
 
-def is_finished(member: Member, *, whole: bool = False) -> bool:
-    """Whether a run has been trained to its end with the suite's settings.
+def is_finished(run: SuiteRun, *, whole: bool = False) -> bool:
+    """Whether a run has finished training with the suite's settings.
 
     Args:
-        member: the run.
-        whole: a last checkpoint with a damaged file does not count.
+        run: the run.
+        whole: whether every file of the last checkpoint is compared with its digest.
 
     Raises:
         CheckpointError: it was trained with other settings, or for another number of steps.
     """
     try:
-        step = open_run(member.folder, check=False)
+        step = open_run(run.folder, check=False)
     except CheckpointError:
         return False
-    mine = member.config
+    wanted = run.config
     problems = [
         problem
-        for problem in config_problems(step.config, mine)
-        # A run's own config names the vocabulary that the suite leaves to the tokenizer.
-        if problem.key != "model.vocab_size" or mine.model.vocab_size is not None
+        for problem in config_problems(step.config, wanted)
+        # The run's config states the vocabulary size that the suite leaves to the tokenizer.
+        if problem.key != "model.vocab_size" or wanted.model.vocab_size is not None
     ]
     keys = [problem.key for problem in problems]
-    if step.config.train.num_steps != mine.train.num_steps:
-        # A run may go on for longer, but then its budget and its schedule are not the others'.
+    if step.config.train.num_steps != wanted.train.num_steps:
+        # Budget and schedule must be those of the other runs.
         keys.append("train.num_steps")
     if keys:
         rule = f"was trained with another {', '.join(keys)}"
         fix = "remove the folder, or give the suite another work folder"
-        raise CheckpointError(Problem(str(member.folder), None, rule, fix))
-    if step.step < mine.train.num_steps:
+        raise CheckpointError(Problem(str(run.folder), None, rule, fix))
+    if step.step < wanted.train.num_steps:
         return False
     try:
-        open_run(member.folder, check=whole)
+        open_run(run.folder, check=whole)
     except CheckpointError as error:
-        console.warning(f"{member.name} is trained again: {error}")
+        console.warning(f"{run.name} is trained again: {error}")
         return False
     return True
 
 
-def train_all(runs: Sequence[Member], jobs: int, environment: Mapping[str, str]) -> None:
-    """Train every run that is not finished, `jobs` at a time on equal shares of the cores.
+def train_all(runs: Sequence[SuiteRun], jobs: int, environment: Mapping[str, str]) -> None:
+    """Train the unfinished runs, `jobs` at a time on equal shares of the cores.
 
     Raises:
-        CheckpointError: a run ended without its last checkpoint; the others are still trained.
+        CheckpointError: a run failed; the others are still trained.
     """
-    waiting = [member for member in runs if not is_finished(member, whole=True)]
+    waiting = [run for run in runs if not is_finished(run, whole=True)]
     done = len(runs) - len(waiting)
     if done:
         console.info(f"claims: {done} of {len(runs)} runs are trained already")
     failed: list[Problem] = []
     threads = max(1, len(os.sched_getaffinity(0)) // jobs)
-    own = {**environment, "OMP_NUM_THREADS": str(threads)}
+    variables = {**environment, "OMP_NUM_THREADS": str(threads)}
     with ThreadPoolExecutor(jobs) as pool:
-        for number, problem in enumerate(pool.map(lambda member: _train(member, own), waiting), 1):
+        for number, problem in enumerate(pool.map(lambda run: _train(run, variables), waiting), 1):
             name = f"{waiting[number - 1].name} ({number}/{len(waiting)})"
             if problem is not None:
                 failed.append(problem)
@@ -151,11 +151,11 @@ def train_all(runs: Sequence[Member], jobs: int, environment: Mapping[str, str])
         raise CheckpointError(*failed)
 
 
-def _train(member: Member, environment: Mapping[str, str]) -> Problem | None:
-    member.folder.mkdir(parents=True, exist_ok=True)
-    console.info(f"claims: training {member.name}, log in {member.folder / 'train.log'}")
-    path = member.folder / CONFIG
-    write_text(path, to_yaml(to_dict(member.config)))
+def _train(run: SuiteRun, environment: Mapping[str, str]) -> Problem | None:
+    run.folder.mkdir(parents=True, exist_ok=True)
+    console.info(f"claims: training {run.name}, log in {run.folder / 'train.log'}")
+    path = run.folder / CONFIG
+    write_text(path, to_yaml(to_dict(run.config)))
     result = subprocess.run(
         [sys.executable, "-m", "alibi_lm", "train", str(path)],
         env=environment,
@@ -166,6 +166,6 @@ def _train(member: Member, environment: Mapping[str, str]) -> Problem | None:
     )
     if result.returncode == 0:
         return None
-    said = " ".join(result.stderr.strip().splitlines()[-3:])
-    rule = f"training {member.name} ended with exit code {result.returncode}: {said}"
-    return Problem(str(member.folder), None, rule, f"see {member.folder / 'train.log'}")
+    last_lines = " ".join(result.stderr.strip().splitlines()[-3:])
+    rule = f"training {run.name} ended with exit code {result.returncode}: {last_lines}"
+    return Problem(str(run.folder), None, rule, f"see {run.folder / 'train.log'}")

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from alibi_lm.experiments.claims.evidence import Evidence
-from alibi_lm.experiments.claims.statements import CLAIMS, Finding
+from alibi_lm.experiments.claims.criteria import CLAIMS, Finding
+from alibi_lm.experiments.claims.measurements import Measurements
 from alibi_lm.experiments.claims.statistics import above, all_of, any_of, below, estimate
 
 LENGTHS = (64, 128, 256, 512, 1024, 2048)
@@ -37,7 +37,7 @@ def reasoning(within: float, beyond: float) -> dict[str, Any]:
     return {"cells": cells, "trained_items": 20}
 
 
-def as_published() -> Evidence:
+def as_published() -> Measurements:
     """Measurements that agree with every claim that can be tested."""
     curves = {
         "alibi": [4.0, 3.9, 3.88, 3.885, 3.887, 3.89],
@@ -74,7 +74,7 @@ def as_published() -> Evidence:
     for name, rate in (("nope", 0.5), ("alibi", 0.2)):
         runs["generalization", name] = [reasoning(0.99, rate + noise) for noise in NOISE]
         lengths["generalization", name] = 128
-    return Evidence(runs, costs(1.0), lengths)
+    return Measurements(runs, costs(1.0), lengths)
 
 
 def costs(alibi: float) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def costs(alibi: float) -> dict[str, Any]:
     return {"seconds": rows, "bytes": {name: own for name, own in rows.items() if name != "t5"}}
 
 
-def contradicted() -> Evidence:
+def contradicted() -> Measurements:
     """The same with every quantity on the other side."""
     found = as_published()
     flat = [4.0, 3.9, 3.9, 3.9, 3.9, 3.9]
@@ -117,8 +117,8 @@ def contradicted() -> Evidence:
 TESTED = [key for key in BY_KEY if key not in ("usable-to-10000", "bloom-8k")]
 
 
-def finding(key: str, evidence: Evidence) -> Finding:
-    return BY_KEY[key].finding(evidence)
+def finding(key: str, measured: Measurements) -> Finding:
+    return BY_KEY[key].finding(measured)
 
 
 @pytest.mark.parametrize("key", TESTED)
@@ -129,18 +129,18 @@ def test_planted_agreement_is_confirmed(key: str) -> None:
 
 @pytest.mark.parametrize("key", TESTED)
 def test_planted_contradiction_is_refuted(key: str) -> None:
-    evidence = contradicted()
+    measured = contradicted()
     if key == "half-length-cost":
-        evidence.cost = costs(3.0)
-    found = finding(key, evidence)
+        measured.cost = costs(3.0)
+    found = finding(key, measured)
     assert found.verdict == "refuted", found.text
 
 
 @pytest.mark.parametrize("key", [k for k in TESTED if k not in ("translation", "recall-learnt")])
 def test_noise_larger_than_the_effect_cannot_tell(key: str) -> None:
-    evidence = as_published()
+    measured = as_published()
     generator = np.random.default_rng(0)
-    for (group, _), runs in evidence.runs.items():
+    for (group, _), runs in measured.runs.items():
         for seed, run in enumerate(runs):
             swing = (-6.0, 6.5, 0.0)[seed]
             if group == "text":
@@ -155,36 +155,36 @@ def test_noise_larger_than_the_effect_cannot_tell(key: str) -> None:
                             cell["ranking"] = int(generator.integers(0, 101))
             else:
                 run["cells"][1]["rate"] = float(generator.random())
-    assert evidence.cost is not None
+    assert measured.cost is not None
     for table in ("seconds", "bytes"):
-        for rows in evidence.cost[table].values():
+        for rows in measured.cost[table].values():
             for n in rows:
                 rows[n] = [abs(float(generator.normal())) + 0.1 for _ in rows[n]]
-    assert finding(key, evidence).verdict == "cannot tell at this scale"
+    assert finding(key, measured).verdict == "cannot tell at this scale"
 
 
 def test_what_is_missing_is_not_tested_and_says_what() -> None:
-    empty = Evidence({})
+    empty = Measurements({})
     for key in BY_KEY:
         assert finding(key, empty).verdict == "not tested here"
     assert "text model sinusoidal" in finding("sinusoidal-collapses", empty).text
 
 
 def test_a_model_that_retrieves_nowhere_settles_nothing_beyond() -> None:
-    evidence = as_published()
-    for run in evidence.runs["recall", "alibi"]:
+    measured = as_published()
+    for run in measured.runs["recall", "alibi"]:
         run["variants"]["plain"] = recall_cells(12, 11)
     for key in ("recall-fails", "scaled-slopes", "nope-recall"):
-        found = finding(key, evidence)
+        found = finding(key, measured)
         assert found.verdict == "not tested here"
         assert "does not retrieve within" in found.text
-    assert finding("recall-learnt", evidence).verdict == "confirmed"  # NoPE does
+    assert finding("recall-learnt", measured).verdict == "confirmed"  # NoPE does
 
 
 def test_problems_that_nobody_learnt_settle_nothing() -> None:
-    evidence = as_published()
-    evidence.runs["generalization", "alibi"] = [reasoning(0.3, 0.0) for _ in NOISE]
-    found = finding("nope-reasoning", evidence)
+    measured = as_published()
+    measured.runs["generalization", "alibi"] = [reasoning(0.3, 0.0) for _ in NOISE]
+    found = finding("nope-reasoning", measured)
     assert found.verdict == "not tested here"
     assert "copy 30%" in found.text
 
@@ -201,22 +201,22 @@ def test_whether_recall_is_learnt_needs_an_interval_too(
     other = [{"variants": {"plain": recall_cells(40 + seed, 10)}} for seed in range(len(rates))]
     runs = {("recall", "nope"): [{"variants": {"plain": recall_cells(n, 10)}} for n in rates]}
     lengths = {("recall", "nope"): 128, ("recall", "alibi"): 128}
-    evidence = Evidence(runs | {("recall", "alibi"): other}, None, lengths)
-    assert finding("recall-learnt", evidence).verdict == verdict
+    measured = Measurements(runs | {("recall", "alibi"): other}, None, lengths)
+    assert finding("recall-learnt", measured).verdict == verdict
 
 
 def test_two_models_on_the_floor_are_not_compared() -> None:
-    evidence = as_published()
+    measured = as_published()
     for name in ("nope", "alibi"):
-        evidence.runs["generalization", name] = [reasoning(0.9, 0.0) for _ in NOISE]
-    assert finding("nope-reasoning", evidence).verdict == "cannot tell at this scale"
+        measured.runs["generalization", name] = [reasoning(0.9, 0.0) for _ in NOISE]
+    assert finding("nope-reasoning", measured).verdict == "cannot tell at this scale"
 
 
 def test_where_nothing_is_gained_no_curse_explains_it() -> None:
-    evidence = as_published()
-    for run in evidence.runs["text", "alibi"]:
+    measured = as_published()
+    for run in measured.runs["text", "alibi"]:
         run["losses"]["2048"] = run["losses"]["128"] + 0.3
-    found = finding("early-tokens", evidence)
+    found = finding("early-tokens", measured)
     assert found.verdict == "not tested here"
     assert "no gain to explain" in found.text
 

@@ -1,4 +1,4 @@
-"""What was measured on a suite's runs, asked for by model and length, one value a seed."""
+"""The measurements on a suite's runs, by model and length, one value a seed."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from alibi_lm.experiments.claims.statistics import Estimate, estimate
 
 
 class Missing(LookupError):
-    """A model, length or measurement that the suite does not have."""
+    """The suite lacks a model, a length or a measurement."""
 
 
 @dataclass
-class Evidence:
+class Measurements:
     """Measurements by group and model, one a seed in the order of the suite's seeds."""
 
     runs: dict[tuple[str, str], list[dict[str, Any]]]
@@ -29,12 +29,12 @@ class Evidence:
         Raises:
             Missing: the suite does not train it, or it has not been trained from every seed.
         """
-        found = self.runs.get((group, model))
-        if not found:
+        runs = self.runs.get((group, model))
+        if not runs:
             raise Missing(
                 f"{group} model {model} is not in the suite, or not trained from every seed"
             )
-        return found
+        return runs
 
     def trained(self, model: str, group: str = "text") -> int:
         """Tokens of a training sample of a model."""
@@ -58,8 +58,9 @@ class Evidence:
         """Lengths at which a text model was measured, ascending."""
         return sorted(int(n) for n in self.of("text", model)[0]["losses"])
 
-    def recall(self, model: str, *, beyond: bool, variant: str = "plain",
-               how: str = "ranking") -> np.ndarray:  # fmt: skip
+    def recall(
+        self, model: str, *, beyond: bool, variant: str = "plain", how: str = "ranking"
+    ) -> np.ndarray:
         """Share of needles found, `[seeds]`.
 
         `beyond`: of needles farther away than the training length L; otherwise of those in
@@ -102,15 +103,17 @@ class Evidence:
             rates.append(float(np.mean([cell["rate"] for cell in cells])))
         return np.array(rates)
 
-    def ratio(self, kind: str, ours: str, theirs: str, length: int, their_length: int) -> Estimate:
-        """Time or memory of a training step of one scheme over another's, over repetitions.
+    def ratio(
+        self, kind: str, scheme: str, baseline: str, length: int, baseline_length: int
+    ) -> Estimate:
+        """Time or memory of a training step relative to another scheme's, over repetitions.
 
         Raises:
             Missing: one of them was not measured.
         """
         rows = {} if self.cost is None else self.cost.get(kind, {})
         try:
-            a, b = rows[ours][str(length)], rows[theirs][str(their_length)]
+            a, b = rows[scheme][str(length)], rows[baseline][str(baseline_length)]
         except KeyError as error:
             raise Missing(f"{kind} of {error.args[0]} was not measured") from None
         return estimate(np.array(a) / np.array(b))
