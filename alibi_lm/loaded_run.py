@@ -86,7 +86,7 @@ class Run:
         ids = [self._ids(prompt) for prompt in prompts]
         found = generation.generate(
             self.decoder, ids, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
-            seed=seed, eos_id=self.tokenizer.eos_id,
+            seed=seed, eos_id=self.tokenizer.stop_ids,
             pruning_tolerance=pruning_tolerance,
         )  # fmt: skip
         return [
@@ -116,7 +116,7 @@ class Run:
         told = 0
         tokens = generation.stream(
             self.decoder, start, max_new_tokens, temperature=temperature, top_k=top_k,
-            top_p=top_p, seed=seed, eos_id=self.tokenizer.eos_id,
+            top_p=top_p, seed=seed, eos_id=self.tokenizer.stop_ids,
             pruning_tolerance=pruning_tolerance,
         )  # fmt: skip
         for token in tokens:
@@ -141,7 +141,7 @@ class Run:
         End tokens have no text here, nor do ids that the model has beyond its tokenizer's.
         """
         shown = [
-            [token for token in ids if token != self.tokenizer.eos_id
+            [token for token in ids if token not in self.tokenizer.stop_ids
              and token < self.tokenizer.vocab_size]
             for ids in (start, start + new)
         ]  # fmt: skip

@@ -206,7 +206,9 @@ class TokenizerConfig(Section):
     """The tokenizer of a recipe: an existing one, or a new one."""
 
     path: str | None = None
-    """Existing sentencepiece .model or tokenizer.json; by default a tokenizer is trained."""
+    """Existing sentencepiece .model, tokenizer.json or folder; by default a tokenizer is trained."""
+    eos: str | None = None
+    """End-of-sequence token of an existing tokenizer; by default the one declared beside it."""
     kind: Literal["bpe", "unigram"] = "bpe"
     """Kind of sentencepiece model to train."""
     vocab_size: Annotated[int, Field(ge=261)] = 4096
@@ -215,6 +217,12 @@ class TokenizerConfig(Section):
     """Most bytes of training documents that the trainer reads."""
     character_coverage: Annotated[float, Field(ge=0.98, le=1)] = 0.9995
     """Fraction of character occurrences covered by pieces; the rest become bytes."""
+
+    @rule
+    def _eos_needs_an_existing_tokenizer(self) -> Iterator[Problem]:
+        if self.eos is not None and self.path is None:
+            text = "names a token of an existing tokenizer, and tokenizer.path is not set"
+            yield Problem("eos", self.eos, text, "leave it out or set tokenizer.path")
 
 
 @dataclass

@@ -1,43 +1,46 @@
 """One interface over sentencepiece models and `tokenizers` files.
 
 A tokenizer trained here is lossless: decode(encode(text)) == text for every string, and no text
-encodes to a control token (text that spells `</s>` or `<0x0A>` is text). Two characters need care:
+encodes to a control token (text that spells `</s>` or `<0x0A>` is text). Two characters are
+special:
 
-- U+2581 is sentencepiece's own sign for a space, and it decodes it as one. Here it is encoded as
-  its three UTF-8 byte pieces, which decode to U+2581. A Hugging Face tokenizer does the same
-  without any normalizer where its vocabulary spells a space as a space: U+2581 is then a
-  character without a piece, which byte fallback encodes as the same three bytes. A model without
-  byte pieces cannot hold it, and encoding it is refused.
-- A lone surrogate is half a character, has no UTF-8 form, and is refused.
+- sentencepiece uses U+2581 for a space and decodes it as one. It is encoded here as its three
+  UTF-8 byte pieces, which decode to U+2581. A Hugging Face tokenizer whose vocabulary spells a
+  space as a space does the same without a normalizer: U+2581 has no piece, and byte fallback
+  gives the same three bytes. A model without byte pieces cannot encode it, and it is refused.
+- A lone surrogate has no UTF-8 form and is refused.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from alibi_lm.data.special_tokens import (
+    GENERATION,
+    ROLES,
+    USUAL_NAMES,
+    read_special_tokens,
+    write_special_tokens,
+)
 from alibi_lm.utils.errors import DataError, Problem
 from alibi_lm.utils.files import replacing
+from alibi_lm.utils.logging import console
 
 T = TypeVar("T")
 
 SPACE_SIGN = "\u2581"
-EOS_NAMES = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "[EOS]")
 _MODEL_NAMES = ("tokenizer.model", "tokenizer.json")
 
 
-class _Backend(Protocol):
-    vocab_size: int
-    unk_id: int | None
-    bos_id: int | None
-    eos_id: int | None
-    pad_id: int | None
+class _Codec(Protocol):
+    """What `Tokenizer` needs of a library to encode and decode."""
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -47,36 +50,45 @@ class _Backend(Protocol):
 
 
 class _SentencePiece:
+    randomness: str | None = None
+    """Random sampling that the file asks for and that is switched off."""
+
     def __init__(self, content: bytes) -> None:
         from sentencepiece import SentencePieceProcessor
 
         self._model = SentencePieceProcessor(model_proto=content)
         self.vocab_size = int(self._model.vocab_size())
-        self.unk_id = _known(self._model.unk_id())
-        self.bos_id = _known(self._model.bos_id())
-        self.pad_id = _known(self._model.pad_id())
-        self.eos_id = _known(self._model.eos_id())
-        if self.eos_id is None:
-            self.eos_id = self._find(EOS_NAMES)
         byte_ids = [self._model.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_SIGN.encode()]
         self._space_sign_ids = byte_ids if all(map(self._model.is_byte, byte_ids)) else None
 
-    def _find(self, names: Iterable[str]) -> int | None:
-        unknown = self._model.unk_id()
-        return next(
-            (i for i in map(self._model.piece_to_id, names) if i not in (unknown, -1)), None
-        )
+    def default_id(self, role: str) -> int | None:
+        token_id = int(getattr(self._model, f"{role}_id")())
+        return None if token_id < 0 else token_id
+
+    def id_of(self, token: str) -> int | None:
+        token_id = int(self._model.piece_to_id(token))
+        return token_id if token_id >= 0 and self.token_of(token_id) == token else None
+
+    def token_of(self, token_id: int) -> str:
+        return str(self._model.id_to_piece(token_id))
+
+    def declare_special(self, token: str) -> None:
+        """A sentencepiece model fixes the types of its pieces."""
+
+    def is_special(self, token: str) -> bool:
+        token_id = self._model.piece_to_id(token)
+        return bool(self._model.is_control(token_id) or self._model.is_unknown(token_id))
 
     def encode(self, text: str) -> list[int]:
         if SPACE_SIGN not in text:
             return list(self._model.encode(text))
         if self._space_sign_ids is None:
             at = text.index(SPACE_SIGN)
-            rule = (
-                f"stands at character {at:,} of a document, and the tokenizer reads it as a space"
-            )
+            rule = f"is at character {at:,} of a document, and the tokenizer reads it as a space"
             raise DataError(
-                Problem("U+2581", None, rule, "take a model with byte fallback, or replace it")
+                Problem(
+                    "U+2581", None, rule, "use a model with byte fallback, or replace the character"
+                )
             )
         first, *others = text.split(SPACE_SIGN)
         ids = list(self._model.encode(first))
@@ -103,12 +115,30 @@ class _TokenizersFile:
         self._model.no_padding()
         # Text that spells a special token is text.
         self._model.encode_special_tokens = True
+        self.randomness = switch_off_sampling(self._model.model)
         vocabulary = self._model.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
-        self.eos_id = _first(vocabulary, EOS_NAMES)
-        self.bos_id = _first(vocabulary, ("<s>", "<|begin_of_text|>", "<bos>", "[BOS]"))
-        self.pad_id = _first(vocabulary, ("<pad>", "<|padding|>", "[PAD]"))
-        self.unk_id = _first(vocabulary, ("<unk>", "[UNK]"))
+        decoder = self._model.get_added_tokens_decoder()
+        self._special = {token.content for token in decoder.values() if token.special}
+
+    def default_id(self, role: str) -> int | None:
+        return None
+
+    def id_of(self, token: str) -> int | None:
+        token_id: int | None = self._model.token_to_id(token)
+        return token_id
+
+    def token_of(self, token_id: int) -> str:
+        return str(self._model.id_to_token(token_id))
+
+    def declare_special(self, token: str) -> None:
+        from tokenizers import AddedToken
+
+        self._model.add_special_tokens([AddedToken(token, normalized=False)])
+
+    def is_special(self, token: str) -> bool:
+        """Flagged so in the file, or declared and not produced by text that spells it."""
+        return token in self._special or self.id_of(token) not in self.encode(token)
 
     def encode(self, text: str) -> list[int]:
         return list(self._model.encode_batch_fast([text], add_special_tokens=False)[0].ids)
@@ -120,54 +150,134 @@ class _TokenizersFile:
         return str(self._model.decode(ids, skip_special_tokens=False))
 
 
+def switch_off_sampling(model: Any) -> str | None:
+    """Switch off the sampling of a `tokenizers` model, and say what it was."""
+    for name, kind in (("dropout", "BPE dropout"), ("alpha", "unigram sampling, alpha =")):
+        value = getattr(model, name, None)
+        if value:
+            setattr(model, name, None)
+            return f"{kind} {value:g}"
+    return None
+
+
+def _usual_ids(backend: _SentencePiece | _TokenizersFile) -> dict[str, int | None]:
+    """Special token ids by role that the file alone gives."""
+    found: dict[str, int | None] = {}
+    for role in ROLES:
+        found[role] = backend.default_id(role)
+        for name in USUAL_NAMES[role]:
+            token_id = backend.id_of(name)
+            if found[role] is None and token_id is not None and backend.is_special(name):
+                found[role] = token_id
+    return found
+
+
 class Tokenizer:
     """Text to token ids and back. Instances can be pickled.
 
     Attributes:
         file: the file that defines it.
         kind: "sentencepiece" or "tokenizer.json".
-        digest: SHA-256 of that file.
+        digest: SHA-256 of that file, and of special tokens that only the files beside it declare.
         vocab_size: one more than the largest id.
         eos_id: the token that ends a document.
-        unk_id, bos_id, pad_id: control tokens; None where the tokenizer has none.
+        stop_ids: all tokens that end a generated text, eos_id first.
+        unk_id, bos_id, pad_id: special tokens; None where the tokenizer has none.
     """
 
-    def __init__(self, file: Path) -> None:
-        """Read a `.model` or a `tokenizer.json`.
+    def __init__(self, file: Path, eos: str | None = None) -> None:
+        """Read a `.model` or a `tokenizer.json`, and the special tokens declared beside it.
+
+        Ids depend on the text alone: truncation, padding, post-processors and sampling (BPE
+        dropout) that the file asks for are switched off.
+
+        Args:
+            file: the tokenizer. tokenizer_config.json, special_tokens_map.json and
+                generation_config.json in its folder declare special tokens; usual names count
+                only where they declare none.
+            eos: the end-of-sequence token, in place of a declared one.
 
         Raises:
-            DataError: the file is missing, is no tokenizer, or has no end-of-sequence token.
+            DataError: the file is missing, is not a tokenizer, or has no end-of-sequence token
+                that is special.
         """
         self.file = Path(file)
         self._content = _read(self.file)
+        self._declared = read_special_tokens(self.file.parent)
+        if eos is not None:
+            self._declared = self._declared.with_eos(eos, "tokenizer.eos")
         self._load()
+        if self._sampling:
+            console.warn(f"{self.file}: {self._sampling} is switched off for encoding")
 
     def _load(self) -> None:
         self.kind: Literal["sentencepiece", "tokenizer.json"] = (
             "tokenizer.json" if self.file.suffix == ".json" else "sentencepiece"
         )
-        self.digest = hashlib.sha256(self._content).hexdigest()
         make = _TokenizersFile if self.kind == "tokenizer.json" else _SentencePiece
         try:
-            self._backend: _Backend = make(self._content)
-        except Exception as error:  # both libraries raise bare exceptions of their own
+            backend: _SentencePiece | _TokenizersFile = make(self._content)
+        except Exception as error:  # both libraries raise bare exceptions
             rule = f"is not a {self.kind} tokenizer ({' '.join(str(error).split())[:80]})"
             fix = "name a sentencepiece .model or a tokenizer.json"
             raise DataError(Problem(str(self.file), None, rule, fix)) from None
-        self.vocab_size: int = self._backend.vocab_size
-        self.unk_id, self.bos_id = self._backend.unk_id, self._backend.bos_id
-        self.pad_id = self._backend.pad_id
-        if self._backend.eos_id is None:
-            rule = f"has no end-of-sequence token (none of {', '.join(EOS_NAMES)})"
-            fix = "take a tokenizer that has one"
+        self._backend: _Codec = backend
+        self.vocab_size: int = backend.vocab_size
+        self._sampling = backend.randomness
+        undeclared = _usual_ids(backend)
+        ids = {role: self._declared_id(role, undeclared[role], backend) for role in ROLES}
+        if ids["eos"] is None:
+            names = ", ".join(USUAL_NAMES["eos"])
+            rule = f"declares no end-of-sequence token, and has no special one of {names}"
+            fix = "declare eos_token in tokenizer_config.json, or set tokenizer.eos"
             raise DataError(Problem(str(self.file), None, rule, fix))
-        self.eos_id: int = self._backend.eos_id
+        self.eos_id: int = ids["eos"]
+        self.bos_id, self.pad_id, self.unk_id = ids["bos"], ids["pad"], ids["unk"]
+        others = (i for i in self._declared.eos_ids if i < self.vocab_size and i != self.eos_id)
+        self.stop_ids: tuple[int, ...] = (self.eos_id, *others)
+        self._tokens = {r: None if i is None else backend.token_of(i) for r, i in ids.items()}
+        digest = hashlib.sha256(self._content)
+        # Special tokens of the file alone need no declaration, and leave its plain digest.
+        self._needs_declaration = ids != undeclared or len(self.stop_ids) > 1
+        if self._needs_declaration:
+            digest.update(repr((sorted(self._tokens.items()), self.stop_ids)).encode())
+        self.digest = digest.hexdigest()
+
+    def _declared_id(
+        self, role: str, undeclared: int | None, backend: _SentencePiece | _TokenizersFile
+    ) -> int | None:
+        """The id of a role's token, as declared, or the usual one.
+
+        Raises:
+            DataError: the declared end-of-sequence token is unknown or ordinary text.
+        """
+        tokens = self._declared.tokens
+        token = tokens.get(role)
+        source = f"{self._declared.sources.get(role)}: eos_token"
+        if token is None and role == "eos":
+            if not self._declared.eos_ids or self._declared.eos_ids[0] >= self.vocab_size:
+                return undeclared
+            token = backend.token_of(self._declared.eos_ids[0])
+            source = f"{self.file.parent / GENERATION}: eos_token_id"
+        if token is None:
+            return None if role in tokens else undeclared
+        token_id = backend.id_of(token)
+        if token_id is not None:
+            backend.declare_special(token)
+        if role == "eos" and token_id is None:
+            rule = f"is not in the vocabulary of {self.file.name}"
+            raise DataError(Problem(source, token, rule, "set tokenizer.eos to a special token"))
+        if role == "eos" and not backend.is_special(token):
+            rule = f"is ordinary text for {self.file.name}, not a special token"
+            raise DataError(Problem(source, token, rule, "set tokenizer.eos to a special token"))
+        return token_id
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"file": self.file, "content": self._content}
+        return {"file": self.file, "content": self._content, "declared": self._declared}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.file, self._content = state["file"], state["content"]
+        self._declared = state["declared"]
         self._load()
 
     def encode(self, text: str) -> list[int]:
@@ -185,13 +295,13 @@ class Tokenizer:
     def _checked(self, encode: Callable[[str], T], text: str) -> T:
         try:
             return encode(text)
-        except (RuntimeError, TypeError):  # what the two libraries make of a lone surrogate
+        except (RuntimeError, TypeError):  # raised by the two libraries on a lone surrogate
             found = re.search("[\ud800-\udfff]", text)
             if found is None:
                 raise
-        rule = f"stands at character {found.start():,} of a document: half a character"
+        rule = f"is at character {found.start():,} of a document: a lone surrogate, not valid text"
         name = f"U+{ord(found[0]):04X}"
-        raise DataError(Problem(name, None, rule, "mend or drop the document"))
+        raise DataError(Problem(name, None, rule, "repair or drop the document"))
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of several texts, without bos or eos."""
@@ -202,19 +312,29 @@ class Tokenizer:
         return self._backend.decode([int(token) for token in ids])
 
     def save(self, folder: str | Path) -> Path:
-        """Write the defining file into a folder under its usual name, and return its path."""
+        """Write the tokenizer into a folder under its usual name, and return that path.
+
+        Special tokens that the file alone does not give are declared in tokenizer_config.json,
+        and further stop ids in generation_config.json.
+        """
         name = "tokenizer.json" if self.kind == "tokenizer.json" else "tokenizer.model"
         path = Path(folder) / name
         with replacing(path) as temporary:
             temporary.write_bytes(self._content)
+        if self._needs_declaration:
+            write_special_tokens(path.parent, self._tokens, self.stop_ids)
         return path
 
 
-def load_tokenizer(path: str | Path) -> Tokenizer:
+def load_tokenizer(path: str | Path, eos: str | None = None) -> Tokenizer:
     """Open a tokenizer folder, a sentencepiece .model or a tokenizer.json.
 
+    Args:
+        path: the folder or file.
+        eos: the end-of-sequence token, in place of a declared one.
+
     Raises:
-        DataError: nothing usable is there.
+        DataError: there is no usable tokenizer.
     """
     path = Path(path)
     if path.is_dir():
@@ -223,7 +343,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             fix = "name a folder that holds tokenizer.model or tokenizer.json"
             raise DataError(Problem(str(path), None, "holds no tokenizer", fix))
         path = found[0]
-    return Tokenizer(path)
+    return Tokenizer(path, eos)
 
 
 def _read(path: Path) -> bytes:
@@ -234,11 +354,3 @@ def _read(path: Path) -> bytes:
     except OSError as error:
         rule = error.strerror or type(error).__name__
         raise DataError(Problem(str(path), None, rule, "check the file")) from None
-
-
-def _known(token: int) -> int | None:
-    return None if token < 0 else int(token)
-
-
-def _first(vocabulary: dict[str, int], names: Iterable[str]) -> int | None:
-    return next((vocabulary[name] for name in names if name in vocabulary), None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -177,8 +178,9 @@ class LmEvalModel(TemplateLM):
         size = FIRST_TOKENS
         while True:
             new += self._scorer.generate(prompt + new, min(size, limit - len(new)))
-            ended = self.eot_token_id in new
-            text = self._text.decode(new[: new.index(self.eot_token_id)] if ended else new)
+            kept = list(takewhile(lambda token: token not in self._text.stop_ids, new))
+            ended = len(kept) < len(new)
+            text = self._text.decode(kept)
             stopped = any(stop and stop in text for stop in stops)
             if ended or stopped or len(new) >= limit:
                 break

@@ -204,7 +204,7 @@ def _scan_and_tokenizer(work: Path, recipe: RecipeConfig) -> tuple[ScanResult, T
         return ScanResult.from_json(content), load_tokenizer(folder)
     config = recipe.tokenizer
     sample = None if config.path else TextSample(config.max_bytes, recipe.seed)
-    given = load_tokenizer(config.path) if config.path else None
+    given = load_tokenizer(config.path, config.eos) if config.path else None
     scanned = ScanResult()
     if sample is not None or any(source.min_long_validation for source in recipe.sources):
         scanned = scan(recipe, sample)
@@ -276,7 +276,7 @@ def _manifest(
     tokenizer: Tokenizer,
     corpora: dict[str, Any],
 ) -> dict[str, Any]:
-    names = [f"tokenizer/{tokenizer.file.name}"]
+    names = sorted(f"tokenizer/{path.name}" for path in (work / "tokenizer").iterdir())
     for name in corpora:
         for split in (TRAIN, VALIDATION):
             names += [f"{name}_{split}.bin", f"{name}_{split}.idx"]

@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -169,7 +170,6 @@ def _ask(
     answers = scorer.answers(tokens, candidates, prompts[0].answer_budget)
     best = answers.log_likelihoods.argmax(1).tolist() if closed else [None] * len(prompts)
     for prompt, choice, new in zip(prompts, best, answers.generated.tolist(), strict=True):
-        if tokenizer.eos_id in new:
-            new = new[: new.index(tokenizer.eos_id)]
+        new = list(takewhile(lambda token: token not in tokenizer.stop_ids, new))
         score = METRICS[task.metric](tokenizer.decode(new), prompt.references)
         yield score, None if choice is None else choice == prompt.truth

@@ -14,6 +14,7 @@ import torch
 from alibi_lm.checkpoint.folder import verify
 from alibi_lm.checkpoint.step import Step, open_run
 from alibi_lm.config_loading import flatten
+from alibi_lm.data.tokenizer import Tokenizer
 from alibi_lm.hf.exporting.custom_code import CUSTOM_CODE, check_code_parity, write_code
 from alibi_lm.hf.exporting.model_card import model_card
 from alibi_lm.hf.exporting.tokenizer import convert_tokenizer
@@ -201,16 +202,16 @@ def _write(
     dtype = DTYPES[identity["settings"]["precision"]]
     model, length = step.config.model, step.config.train.sequence_length
     tokenizer = step.tokenizer() if identity["settings"]["tokenizer"] else None
-    ids = TokenIds()
-    if tokenizer is not None:
-        convert_tokenizer(tokenizer, folder)
-        ids = TokenIds(tokenizer.eos_id, tokenizer.pad_id)
     max_length = max(SMALLEST_MAX_LENGTH, 64 * length)
     name = str(dtype).removeprefix("torch.")
-    preserved = step.meta.get("imported", {}).get("config", {})
+    preserved = dict(step.meta.get("imported", {}).get("config", {}))
+    max_length = preserved.get("max_seq_len", max_length)
+    ids = TokenIds(preserved.get("eos_token_id"), preserved.get("pad_token_id"))
+    if tokenizer is not None:
+        convert_tokenizer(tokenizer, folder)
+        ids = _tokenizer_ids(tokenizer, ids)
     if preserved:
-        ids = TokenIds(preserved["eos_token_id"], preserved["pad_token_id"])
-        max_length = preserved.get("max_seq_len", max_length)
+        preserved |= {"eos_token_id": ids.eos, "pad_token_id": ids.pad}
     content = config_json(export_spec, model, max_length, name, ids, preserved)
     write_json(folder / "config.json", content)
     write_json(folder / "generation_config.json", _generation_config(ids))
@@ -222,7 +223,7 @@ def _write(
             write_shards(folder, shapes, export_spec.tensors(model, weights), dtype, shard_bytes)
         parity = _check_parity(step, export_spec, folder, out, weights, level)
     if tokenizer is not None:
-        parity["tokenizer"] = check_tokenizer_parity(step, tokenizer, folder, out)
+        parity["tokenizer"] = check_tokenizer_parity(step, tokenizer, folder, out, ids)
     manifest = {
         **identity,
         "run": step.run_folder.name,
@@ -262,11 +263,21 @@ def _check_parity(
         return check_export_parity(step, pair, level, out)
 
 
+def _tokenizer_ids(tokenizer: Tokenizer, imported: TokenIds) -> TokenIds:
+    """The tokenizer's end and padding ids, for config.json; imported ones where they agree."""
+    stop = tokenizer.stop_ids
+    stated = imported.eos if isinstance(imported.eos, list) else [imported.eos]
+    eos = list(stop) if len(stop) > 1 else stop[0]
+    pad = imported.pad if tokenizer.pad_id is None else tokenizer.pad_id
+    return TokenIds(imported.eos if set(stated) == set(stop) else eos, pad)
+
+
 def _generation_config(ids: TokenIds) -> dict[str, Any]:
     """Greedy decoding that stops at the end of a document; the caller chooses the length.
 
     A max_new_tokens here would override the max_length of callers such as
     lm-evaluation-harness.
     """
-    special = {"bos_token_id": ids.eos, "eos_token_id": ids.eos, "pad_token_id": ids.pad}
+    first = ids.eos[0] if isinstance(ids.eos, list) else ids.eos
+    special = {"bos_token_id": first, "eos_token_id": ids.eos, "pad_token_id": ids.pad}
     return {"do_sample": False, **{k: v for k, v in special.items() if v is not None}}

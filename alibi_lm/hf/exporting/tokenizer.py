@@ -2,12 +2,12 @@
 
 What sentencepiece does is in its `src/bpe_model.cc`, `src/unigram_model.cc` and
 `src/normalizer.cc`; what a `tokenizer.json` means, in the `tokenizers` crate's `src/models`.
-The two differ in the places named below, and each is made equal here:
+The two differ in three ways, which the conversion handles:
 
-* sentencepiece never gives a control, unknown or byte piece for text that only looks like one;
-  `tokenizers` matches special tokens in text unless told not to (`split_special_tokens`), and its
-  Unigram finds every piece of the vocabulary, so such pieces get a score that nothing chooses.
-* A BPE merge is ranked by the score of the piece that it makes; `tokenizers` wants a list.
+* sentencepiece never produces a control, unknown or byte piece for text that looks like one.
+  `tokenizers` matches special tokens in text unless `split_special_tokens` is set, and its
+  Unigram finds every piece of the vocabulary, so such pieces get a score that is never chosen.
+* sentencepiece ranks a BPE merge by the score of the resulting piece; `tokenizers` wants a list.
 * U+2581 is sentencepiece's own sign for a space. `alibi_lm.data.tokenizer` encodes a literal one as
   its three UTF-8 bytes; here pieces are spelled with real spaces, so that U+2581 is a character
   that no piece holds and byte fallback gives the same three.
@@ -38,8 +38,9 @@ def convert_tokenizer(tokenizer: Tokenizer, out: Path) -> None:
     """Write `tokenizer` into the folder `out` so that `AutoTokenizer` loads it as a fast one.
 
     Writes tokenizer.json and tokenizer_config.json, and for sentencepiece tokenizer.model too. An
-    existing tokenizer.json is copied as it is, less a post-processor that would put special tokens
-    around the text: `transformers` obeys that one whatever tokenizer_config.json says.
+    existing tokenizer.json is copied, without settings that make ids depend on more than the
+    text: post-processors that add special tokens (`transformers` obeys them whatever
+    tokenizer_config.json says), BPE dropout, truncation and padding.
 
     Raises:
         CheckpointError: the sentencepiece model uses something that tokenizer.json cannot say.
@@ -50,12 +51,20 @@ def convert_tokenizer(tokenizer: Tokenizer, out: Path) -> None:
         shutil.copyfile(tokenizer.file, out / "tokenizer.model")
     else:
         content = json.loads(tokenizer.file.read_text(encoding="utf-8"))
-        if (content.get("post_processor") or {}).get("type") in (None, "ByteLevel"):
+        if _depends_on_text_alone(content):
             shutil.copyfile(tokenizer.file, out / "tokenizer.json")
         else:
-            content["post_processor"] = None
+            content |= {"post_processor": None, "truncation": None, "padding": None}
+            content["model"]["dropout"] = None
             _write_compact(out / "tokenizer.json", content)
     write_json(out / "tokenizer_config.json", _tokenizer_config(tokenizer, content))
+
+
+def _depends_on_text_alone(content: dict[str, Any]) -> bool:
+    """Whether a tokenizer.json adds no tokens and samples, cuts and pads nothing."""
+    processor = (content.get("post_processor") or {}).get("type")
+    others = (content["model"].get("dropout"), content.get("truncation"), content.get("padding"))
+    return processor in (None, "ByteLevel") and not any(others)
 
 
 def _write_compact(path: Path, content: dict[str, Any]) -> None:

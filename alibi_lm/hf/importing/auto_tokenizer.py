@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from alibi_lm.data.tokenizer import Tokenizer
+from alibi_lm.data.special_tokens import read_special_tokens
+from alibi_lm.data.tokenizer import Tokenizer, switch_off_sampling
 from alibi_lm.hf.parity.transformers_reference import quiet
 from alibi_lm.utils.errors import CheckpointError, Problem
 from alibi_lm.utils.files import sha256
+from alibi_lm.utils.logging import console
 
 _FILES = ("tokenizer.model", "tokenizer.json", "vocab.json", "vocab.txt", "spiece.model")
 
@@ -62,6 +64,10 @@ class AutoTokenizerAdapter(Tokenizer):
                 model = AutoTokenizer.from_pretrained(
                     folder, local_files_only=True, trust_remote_code=False
                 )
+                if getattr(model, "sp_model_kwargs", None):  # enable_sampling, for example
+                    model = AutoTokenizer.from_pretrained(
+                        folder, local_files_only=True, trust_remote_code=False, sp_model_kwargs={}
+                    )
         except Exception as error:  # the classes raise errors of many kinds
             detail = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             rule = f"its tokenizer cannot be loaded ({detail})"
@@ -69,14 +75,19 @@ class AutoTokenizerAdapter(Tokenizer):
         self.file = next(folder / name for name in _FILES if (folder / name).is_file())
         self.kind = "tokenizer.json" if self.file.suffix == ".json" else "sentencepiece"
         self.digest = sha256(self.file)
-        self._backend = _AutoBackend(model)
-        if self._backend.eos_id is None:
+        sampling = switch_off_sampling(model.backend_tokenizer.model) if model.is_fast else None
+        if sampling:
+            console.warn(f"{self.file}: {sampling} is switched off for encoding")
+        backend = _AutoBackend(model)
+        self._backend = backend
+        if backend.eos_id is None:
             rule = "its tokenizer has no end-of-sequence token"
             fix = "set eos_token in tokenizer_config.json"
             raise CheckpointError(Problem(str(folder), None, rule, fix))
-        self.vocab_size, self.eos_id = self._backend.vocab_size, self._backend.eos_id
-        self.unk_id, self.bos_id = self._backend.unk_id, self._backend.bos_id
-        self.pad_id = self._backend.pad_id
+        self.vocab_size, self.eos_id = backend.vocab_size, backend.eos_id
+        self.unk_id, self.bos_id, self.pad_id = backend.unk_id, backend.bos_id, backend.pad_id
+        others = read_special_tokens(folder).eos_ids
+        self.stop_ids = (self.eos_id, *(token for token in others if token != self.eos_id))
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("a transformers tokenizer cannot be pickled")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
@@ -25,10 +26,17 @@ from alibi_lm.checkpoint.safetensors_io import write_stream
 from alibi_lm.checkpoint.step import open_run
 from alibi_lm.config import Config
 from alibi_lm.config_loading import apply_overrides, build, to_dict, to_yaml
+from alibi_lm.data.special_tokens import DECLARING_FILES
 from alibi_lm.data.tokenizer import Tokenizer, load_tokenizer
 from alibi_lm.hf.exporting.weights import SHARD_BYTES, StepWeights, unset_weights
 from alibi_lm.hf.manifest import EXPORT_MANIFEST, check_manifest
-from alibi_lm.hf.parity.check import ModelPair, check_import_parity, choose_parity, parity_summary
+from alibi_lm.hf.parity.check import (
+    ModelPair,
+    check_import_parity,
+    check_imported_tokenizer,
+    choose_parity,
+    parity_summary,
+)
 from alibi_lm.hf.parity.transformers_reference import reference_config
 from alibi_lm.hf.specs import IMPORT_SPECS
 from alibi_lm.hf.specs.base import PRESERVED_FIELDS, ImportSpec
@@ -112,6 +120,8 @@ def import_folder(
             weights = StepWeights(reader)
             pair = ModelPair(folder, source, import_spec, hf_config, config.model, weights)
             parity_check = check_import_parity(pair, level)
+        if run_tokenizer is not None:
+            check_imported_tokenizer(run_tokenizer, folder, hf_config)
         imported["parity"] = parity_check
         write_json(partial / "import.json", imported)
     class_name = import_spec.export_spec.class_name
@@ -175,12 +185,15 @@ def folder_tokenizer(folder: Path) -> Tokenizer | None:
     for name in ("tokenizer.model", "tokenizer.json"):
         if (folder / name).is_file():
             path = plain_file(folder, name)
+            for other in DECLARING_FILES:
+                if os.path.lexists(folder / other):
+                    plain_file(folder, other)
             try:
                 return load_tokenizer(path)
             except DataError as error:
                 fix = "repair it, or import with --no-tokenizer"
-                rule = error.problems[0].rule
-                raise CheckpointError(Problem(str(path), None, rule, fix)) from None
+                problems = (Problem(p.key, p.value, p.rule, fix) for p in error.problems)
+                raise CheckpointError(*problems) from None
     return None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from alibi_lm.checkpoint.step import Step
 from alibi_lm.data.indexed import TokenFile
+from alibi_lm.data.special_tokens import CONFIG, read_special_tokens
 from alibi_lm.data.tokenizer import Tokenizer
 from alibi_lm.hf.exporting.weights import StepWeights, filled_decoder, same_bits, unset_weights
 from alibi_lm.hf.parity import blockwise
@@ -24,12 +25,13 @@ from alibi_lm.hf.parity.logits import (
     compare_logits,
 )
 from alibi_lm.hf.parity.transformers_reference import Mismatch, ReferenceBlocks, load_model, quiet
-from alibi_lm.hf.specs.base import ImportSpec
+from alibi_lm.hf.specs.base import ImportSpec, TokenIds
 from alibi_lm.hf.weights_reader import WeightsReader
 from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.decoder import Decoder
 from alibi_lm.model.flops import num_parameters
 from alibi_lm.utils.errors import CheckpointError, ConfigError, DataError, Problem
+from alibi_lm.utils.logging import console
 
 ParityLevel = Literal["logits", "blockwise", "weights"]
 """What is compared: logits and greedy tokens of both models; the same computed one block at a time,
@@ -188,16 +190,28 @@ def check_export_parity(
 
 
 def check_tokenizer_parity(
-    step: Step, tokenizer: Tokenizer, folder: Path, name: Path
+    step: Step, tokenizer: Tokenizer, folder: Path, name: Path, ids: TokenIds
 ) -> dict[str, int | str]:
     """Compare the folder's tokenizer with the run's on validation text, and return the numbers.
 
+    Args:
+        step: the checkpoint, for its validation text.
+        tokenizer: the run's.
+        folder: the exported folder.
+        name: the path to name in an error.
+        ids: special tokens in the folder's config.json.
+
     Raises:
-        CheckpointError: ids or decoded texts differ.
+        CheckpointError: ids, decoded texts or special tokens differ.
     """
     try:
         with quiet():
-            return _compare_tokenizers(tokenizer, folder, validation_texts(step, tokenizer))
+            loaded = load_auto_tokenizer(folder)
+            _compare_special_tokens(tokenizer, loaded, ("eos", "pad", "unk"))
+            stated = ids.eos if isinstance(ids.eos, list) else [ids.eos]
+            if set(stated) != set(tokenizer.stop_ids):
+                raise Mismatch(f"config.json ends texts at {stated}, not {tokenizer.stop_ids}")
+            return _compare_tokenizers(tokenizer, loaded, validation_texts(step, tokenizer))
     except Mismatch as mismatch:
         raise CheckpointError(Problem(str(name), None, mismatch.rule, mismatch.fix)) from None
 
@@ -272,17 +286,55 @@ def validation_texts(step: Step, tokenizer: Tokenizer) -> Iterator[str]:
                 return
 
 
-def _compare_tokenizers(
-    tokenizer: Tokenizer, folder: Path, texts: Iterator[str]
-) -> dict[str, int | str]:
-    """Ids and decoded text of the run's tokenizer and of `AutoTokenizer` must be equal."""
+def check_imported_tokenizer(tokenizer: Tokenizer, folder: Path, hf_config: Any) -> None:
+    """Compare the special tokens that an imported folder declares with the run's tokenizer.
+
+    A config.json that ends texts elsewhere is reported; generation follows the tokenizer.
+
+    Raises:
+        CheckpointError: `AutoTokenizer` gives another token for a declared role.
+    """
+    declared = read_special_tokens(folder).tokens
+    if (folder / CONFIG).is_file():
+        try:
+            loaded = load_auto_tokenizer(folder)
+        except Exception as error:  # classes that need other files or packages
+            detail = " ".join(f"{type(error).__name__}: {error}".split())[:120]
+            console.warn(f"{folder}: special tokens not compared, AutoTokenizer fails ({detail})")
+        else:
+            try:
+                _compare_special_tokens(tokenizer, loaded, declared)
+            except Mismatch as mismatch:
+                fix = "correct tokenizer_config.json, or import with --no-tokenizer"
+                raise CheckpointError(Problem(str(folder), None, mismatch.rule, fix)) from None
+    stated = hf_config.eos_token_id
+    if tokenizer.eos_id not in (stated if isinstance(stated, list) else [stated]):
+        console.warn(
+            f"{folder}/config.json: eos_token_id = {stated} is not the tokenizer's, "
+            f"{tokenizer.eos_id}; generation and exports use the tokenizer's"
+        )
+
+
+def load_auto_tokenizer(folder: Path) -> Any:
+    """The folder's tokenizer, loaded by `AutoTokenizer` without remote code."""
     from transformers import AutoTokenizer
 
     with quiet():
         # Without trust_remote_code, transformers asks on the terminal about folders with code.
-        loaded = AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
-        )
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+
+
+def _compare_special_tokens(tokenizer: Tokenizer, loaded: Any, roles: Iterable[str]) -> None:
+    for role in roles:
+        own, other = getattr(tokenizer, f"{role}_id"), getattr(loaded, f"{role}_token_id")
+        if own != other:
+            raise Mismatch(f"{role} token differs: AutoTokenizer has id {other}, the run {own}")
+
+
+def _compare_tokenizers(
+    tokenizer: Tokenizer, loaded: Any, texts: Iterator[str]
+) -> dict[str, int | str]:
+    """Ids and decoded text of the run's tokenizer and of `AutoTokenizer` must be equal."""
     if not loaded.is_fast or len(loaded) > tokenizer.vocab_size:
         raise Mismatch(f"AutoTokenizer loads {len(loaded)} ids, fast: {loaded.is_fast}")
     num_documents = num_tokens = 0

@@ -82,7 +82,7 @@ PRESERVED_FIELDS = (
 class TokenIds:
     """Ids of special tokens, None for those that do not exist."""
 
-    eos: int | None = None
+    eos: int | list[int] | None = None
     pad: int | None = None
 
 
@@ -112,7 +112,7 @@ def config_json(
         "tie_word_embeddings": model.tied_embeddings,
         "use_cache": True,
         # In training, an eos comes before every document; a bos is never added.
-        "bos_token_id": ids.eos,
+        "bos_token_id": ids.eos[0] if isinstance(ids.eos, list) else ids.eos,
         "eos_token_id": ids.eos,
         "pad_token_id": ids.pad,
         # transformers before 4.56, llama.cpp and vLLM only know torch_dtype.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -27,7 +27,7 @@ def generate(
     top_k: int | None = None,
     top_p: float | None = None,
     seed: int = 0,
-    eos_id: int | None = None,
+    eos_id: int | Collection[int] | None = None,
     pruning_tolerance: float = 0.0,
     report: PrunedKVReport | None = None,
 ) -> list[list[int]]:
@@ -44,7 +44,7 @@ def generate(
         top_k: draw from the k most likely tokens only.
         top_p: draw from the fewest most likely tokens that together have this probability.
         seed: seed of the draws.
-        eos_id: a continuation ends with this token, which it includes.
+        eos_id: token or tokens that end a continuation, which includes them.
         pruning_tolerance: see `decoding_cache`.
         report: takes up what decoding with rings has read.
 
@@ -58,6 +58,7 @@ def generate(
     """
     rows = [[int(token) for token in prompt] for prompt in prompts]
     _check(decoder, rows, max_new_tokens, temperature, top_k, top_p)
+    stop_ids = _stop_ids(eos_id)
     results: list[list[int]] = [[] for _ in rows]
     for length in sorted({len(row) for row in rows}):
         members = [index for index, row in enumerate(rows) if len(row) == length]
@@ -71,7 +72,7 @@ def generate(
             for place, token in enumerate(tokens):
                 if not finished[place]:
                     results[members[place]].append(token)
-                    finished[place] = token == eos_id
+                    finished[place] = token in stop_ids
             if all(finished):
                 break
     return results
@@ -86,12 +87,13 @@ def stream(
     top_k: int | None = None,
     top_p: float | None = None,
     seed: int = 0,
-    eos_id: int | None = None,
+    eos_id: int | Collection[int] | None = None,
     pruning_tolerance: float = 0.0,
 ) -> Iterator[int]:
     """The tokens of `generate` for one prompt, each as soon as it is known."""
     row = [int(token) for token in prompt]
     _check(decoder, [row], max_new_tokens, temperature, top_k, top_p)
+    stop_ids = _stop_ids(eos_id)
     batch = torch.tensor([row], dtype=torch.int64)
     generators = [generator(seed, 0)]
     cache = decoding_cache(decoder, len(row) + max_new_tokens, pruning_tolerance)
@@ -99,8 +101,14 @@ def stream(
         decoder, batch, max_new_tokens, temperature, top_k, top_p, generators, cache
     ):
         yield tokens[0]
-        if tokens[0] == eos_id:
+        if tokens[0] in stop_ids:
             return
+
+
+def _stop_ids(eos_id: int | Collection[int] | None) -> Collection[int]:
+    if eos_id is None:
+        return ()
+    return (eos_id,) if isinstance(eos_id, int) else eos_id
 
 
 def decoding_cache(

@@ -28,6 +28,7 @@ class WordTokenizer:
 
     vocab_size = VOCAB_SIZE
     eos_id = EOS
+    stop_ids = (EOS,)
 
     def __init__(self) -> None:
         self._pieces = ["<unk>", "</s>"]

@@ -16,6 +16,7 @@ class PieceTokenizer:
     """Pieces by a pattern; ids are given at first sight. Counts the characters it is given."""
 
     eos_id = 1
+    stop_ids = (1,)
 
     def __init__(self, pattern: str) -> None:
         self._pattern = re.compile(pattern)

@@ -261,7 +261,7 @@ def test_an_existing_tokenizer_that_loses_something_is_counted(
     corpus = write_corpus(tmp_path / "corpus", ["abc abc", "two  spaces", "\u2581"])
     source = {"name": "a", "path": str(corpus), "validation_fraction": 0.0}
     recipe = recipe_of(tmp_path / "out", source, tokenizer={"path": str(tmp_path / "nfkc.model")})
-    with pytest.raises(DataError, match=r"0002\.txt: U\+2581: stands at character 0"):
+    with pytest.raises(DataError, match=r"0002\.txt: U\+2581: is at character 0"):
         prepare(recipe)
     (corpus / "0002.txt").unlink()
     manifest = json.loads(prepare(recipe).read_text())

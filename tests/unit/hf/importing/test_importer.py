@@ -11,7 +11,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoTokenizer
 
 from alibi_lm.checkpoint.step import open_run
 from alibi_lm.cli.main import main
@@ -20,6 +20,7 @@ from alibi_lm.hf.exporting.exporter import export
 from alibi_lm.hf.importing import importer
 from alibi_lm.hf.importing.importer import import_folder
 from alibi_lm.utils.errors import CheckpointError, ConfigError
+from tests.unit.data.test_special_tokens import fast
 from tests.unit.hf.reference_models import VOCAB_SIZE, write_reference
 from tests.unit.hf.small_step import LINES, add_tokenizer, add_validation, write_step
 
@@ -199,3 +200,35 @@ def test_the_number_of_heads_is_believed_without_digests_and_a_line_says_so(
     export(open_run(tmp_path / "run"), tmp_path / "exported")
     import_folder(tmp_path / "exported", tmp_path / "again")
     assert line not in capsys.readouterr().out
+
+
+def test_the_declared_end_token_is_kept_by_import_and_export(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_reference(tmp_path / "stock", "mpt")
+    fast(
+        tmp_path / "stock",
+        ["<|endoftext|>", "<|im_end|>"],
+        eos_token="<|im_end|>",
+        tokenizer_class="PreTrainedTokenizerFast",
+    )
+    path = tmp_path / "stock" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": 0}))
+    (tmp_path / "stock" / "generation_config.json").unlink(missing_ok=True)
+    import_folder(tmp_path / "stock", tmp_path / "run")
+    assert "eos_token_id = 0 is not the tokenizer's, 1" in capsys.readouterr().err
+    step = open_run(tmp_path / "run")
+    tokenizer = step.tokenizer()
+    assert tokenizer is not None
+    assert tokenizer.stop_ids == (1,)
+    export(step, tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").eos_token == "<|im_end|>"
+    assert config["eos_token_id"] == 1
+
+    path.write_text(json.dumps(config | {"eos_token_id": [1, 0]}))
+    import_folder(tmp_path / "stock", tmp_path / "both")
+    assert open_run(tmp_path / "both").tokenizer().stop_ids == (1, 0)  # type: ignore[union-attr]
+    export(open_run(tmp_path / "both"), tmp_path / "both_out")
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((tmp_path / "both_out" / name).read_text())["eos_token_id"] == [1, 0]
