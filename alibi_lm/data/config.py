@@ -206,7 +206,7 @@ class TokenizerConfig(Section):
     """The tokenizer of a recipe: an existing one, or a new one."""
 
     path: str | None = None
-    """Existing sentencepiece .model, tokenizer.json or folder; by default a tokenizer is trained."""
+    """Existing sentencepiece .model, tokenizer.json or folder; by default one is trained."""
     eos: str | None = None
     """End-of-sequence token of an existing tokenizer; by default the one declared beside it."""
     kind: Literal["bpe", "unigram"] = "bpe"
