@@ -165,16 +165,16 @@ class SourceConfig(Section):
     @rule
     def _some_document_is_short_enough(self) -> Iterator[Problem]:
         if self.max_chars is not None and self.max_chars < self.min_chars:
-            rule = f"is less than min_chars = {self.min_chars}, which leaves no document"
+            rule = f"is less than .min_chars = {self.min_chars}, which leaves no document"
             yield Problem("max_chars", self.max_chars, rule, "raise it, or leave it out")
 
     @rule
     def _long_is_defined(self) -> Iterator[Problem]:
         if self.min_long_validation > 0 and self.long_chars < 1:
-            rule = "does not say what min_long_validation counts as long"
+            rule = "does not say what .min_long_validation counts as long"
             yield Problem("long_chars", self.long_chars, rule, "give a number of characters")
         if self.max_chars is not None and self.long_chars > self.max_chars:
-            rule = f"exceeds max_chars = {self.max_chars}"
+            rule = f"exceeds .max_chars = {self.max_chars}"
             yield Problem("long_chars", self.long_chars, rule, "lower it")
 
     @rule

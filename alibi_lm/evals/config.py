@@ -116,7 +116,7 @@ class RetrievalConfig(Section):
             if task not in TASKS:
                 yield Problem("tasks", task, "is no task", f"give some of {', '.join(TASKS)}")
             elif task.startswith("qa_") and len(self.qa_files) < int(task[-1]):
-                yield Problem("tasks", task, "has no file", "set qa_files")
+                yield Problem("tasks", task, "has no file", "set .qa_files")
 
 
 @dataclass
@@ -200,7 +200,7 @@ class SuiteConfig(Section):
     @rule
     def _one_text(self) -> Iterator[Problem]:
         if self.corpus is not None and self.text is not None:
-            rule = "is given beside corpus"
+            rule = "is given beside .corpus"
             yield Problem("text", str(self.text), rule, "leave one of them out")
         if self.text is not None and not self.text:
             yield Problem("text", self.text, "is empty", "name files, globs or folders")

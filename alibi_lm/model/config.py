@@ -113,13 +113,13 @@ class ModelConfig(Section):
     @rule
     def _heads_divide_the_width(self) -> Iterator[Problem]:
         if self.hidden_size % self.num_heads:
-            rule = f"does not divide hidden_size = {self.hidden_size}"
+            rule = f"does not divide .hidden_size = {self.hidden_size}"
             yield Problem("num_heads", self.num_heads, rule, "change one of them")
 
     @rule
     def _key_heads_divide_the_heads(self) -> Iterator[Problem]:
         if self.num_heads % self.kv_heads:
-            rule = f"does not divide num_heads = {self.num_heads}"
+            rule = f"does not divide .num_heads = {self.num_heads}"
             yield Problem("num_kv_heads", self.num_kv_heads, rule, "give 1 or a divisor")
 
     @rule

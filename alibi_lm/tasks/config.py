@@ -71,5 +71,5 @@ class TaskSizes(Section):
     @rule
     def _queries_are_pairs(self) -> Iterator[Problem]:
         if self.mqar_num_queries > self.mqar_num_pairs:
-            rule = f"exceeds mqar_num_pairs = {self.mqar_num_pairs}"
+            rule = f"exceeds .mqar_num_pairs = {self.mqar_num_pairs}"
             yield Problem("mqar_num_queries", self.mqar_num_queries, rule, "give fewer")

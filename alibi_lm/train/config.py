@@ -164,7 +164,7 @@ class TrainConfig(Section):
     @rule
     def _the_decay_goes_down(self) -> Iterator[Problem]:
         if self.min_learning_rate > self.learning_rate:
-            rule = f"is above learning_rate = {self.learning_rate}"
+            rule = f"is above .learning_rate = {self.learning_rate}"
             yield Problem("min_learning_rate", self.min_learning_rate, rule, "lower it")
 
     @rule
@@ -177,8 +177,8 @@ class TrainConfig(Section):
     def _warmup_and_decay_fit_the_run(self) -> Iterator[Problem]:
         decay = self.decay_steps or 0
         if self.warmup_steps + decay > self.num_steps:
-            more = f" with decay_steps = {decay}" if decay else ""
-            rule = f"exceeds num_steps = {self.num_steps}{more}"
+            more = f" with .decay_steps = {decay}" if decay else ""
+            rule = f"exceeds .num_steps = {self.num_steps}{more}"
             yield Problem("warmup_steps", self.warmup_steps, rule, "lower it")
 
     @rule
@@ -186,7 +186,7 @@ class TrainConfig(Section):
         for index, multiple in enumerate(self.validation_multiples):
             length = multiple * self.sequence_length
             if length < 1 or length != int(length):
-                rule = f"times sequence_length = {self.sequence_length} is no whole length"
+                rule = f"times .sequence_length = {self.sequence_length} is no whole length"
                 fix = "give multiples that make whole lengths"
                 yield Problem(f"validation_multiples.{index}", multiple, rule, fix)
 

@@ -69,7 +69,8 @@ class UnknownSetting(Exception):
 def rule(method: F) -> F:
     """Mark a method of a section as a rule between its fields.
 
-    It yields a `Problem` for each breach, with a key relative to the section.
+    It yields a `Problem` for each breach, with a key relative to the section. In its rule and fix
+    a leading dot, as in `exceeds .num_steps`, marks the key of another field.
     """
     method.__dict__["is_rule"] = True
     return method
@@ -144,8 +145,7 @@ class Examination:
         made = object.__new__(_without(cls, wrong) if wrong else cls)
         vars(made).update({name: values[name] for name in hints if name not in wrong})
         for check in _rules(cls):
-            found = applicable(check(made))
-            self.problems.extend(replace(problem, key=prefix + problem.key) for problem in found)
+            self.problems.extend(_placed(p, prefix) for p in applicable(check(made)))
         return made
 
     def _value(self, field: Any, hint: Any, raw: Mapping[str, Any], prefix: str) -> Any:
@@ -217,6 +217,14 @@ class Examination:
         places = key_places(self.root).get(name, [])
         preferred = [key for key in places if key.split(".")[0] == self.prefer]
         return preferred or places
+
+
+def _placed(problem: Problem, prefix: str) -> Problem:
+    """A section's problem with whole keys."""
+    rule, fix = (
+        re.sub(r"(?<!\S)\.(?=[a-z])", prefix, text) for text in (problem.rule, problem.fix)
+    )
+    return Problem(prefix + problem.key, problem.value, rule, fix)
 
 
 def _alternatives(words: Sequence[str]) -> str:

@@ -49,7 +49,7 @@ class GroupConfig(Section):
     def _the_suite_sets_run_and_seed(self) -> Iterator[Problem]:
         if "run" in self.base or "seed" in self.base.get("train", {}):
             rule = "sets run or train.seed, which the suite sets itself"
-            yield Problem("base", None, rule, "take them out; seeds are given by seeds")
+            yield Problem("base", None, rule, "take them out; seeds go into .seeds")
 
 
 @dataclass
@@ -69,7 +69,7 @@ class CostConfig(Section):
     def _lengths_fit_a_step(self) -> Iterator[Problem]:
         for index, length in enumerate(self.lengths):
             if length > self.tokens:
-                rule = f"exceeds tokens = {self.tokens}"
+                rule = f"exceeds .tokens = {self.tokens}"
                 yield Problem(f"lengths.{index}", length, rule, "lower it")
 
 

@@ -107,7 +107,7 @@ def test_independent_mistakes_of_four_sections_are_named_in_one_round(tmp_path: 
             )
         for part in (
             "train.precision = bfloat16: is not one of fp32, bf16, fp16",
-            "model.num_heads = 8: does not divide hidden_size = 130",
+            "model.num_heads = 8: does not divide model.hidden_size = 130",
             "train.global_batch_size = 17: is no multiple of train.micro_batch_size = 4",
             "parallel.tp = 3: does not divide model.num_heads = 8",
             "deepspeed.zero_optimization.stage = 9: is not one of 0, 1, 2, 3;",

@@ -79,7 +79,8 @@ def test_python_and_yaml_report_the_same_words() -> None:
     in_python = problems(ModelConfig, values)
     assert len(in_python) == 3
     _, from_yaml = examine(Config, {"run": {"dir": "a"}, "model": values})
-    assert [str(problem) for problem in from_yaml] == [f"model.{line}" for line in in_python]
+    assert [str(problem).replace("model.", "") for problem in from_yaml] == in_python
+    assert "model.num_heads = 3: does not divide model.hidden_size = 64;" in str(from_yaml[-1])
 
 
 def test_a_repeated_item_is_named_beside_a_wrong_one() -> None:
