@@ -24,8 +24,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
-from alibi_lm.parallel.shard import StridedSlice
-from alibi_lm.parallel.strided_reader import StridedReader
+from alibi_lm.parallel.shard import StridedReader, StridedSlice
 from alibi_lm.utils.errors import CheckpointError, Problem
 
 PARAM = "param"

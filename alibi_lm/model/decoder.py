@@ -15,8 +15,7 @@ from alibi_lm.model.init import initialize
 from alibi_lm.model.layers import Block, Embedding, Head, layers, vocab_size
 from alibi_lm.model.vocab_parallel_cross_entropy import output_losses
 from alibi_lm.parallel.mesh import NO_PARALLEL, ParallelDim
-from alibi_lm.parallel.shard import Shard, StridedSlice, shard_of
-from alibi_lm.parallel.strided_reader import StridedReader
+from alibi_lm.parallel.shard import Shard, StridedReader, StridedSlice, shard_of
 from alibi_lm.utils.errors import ConfigError
 
 

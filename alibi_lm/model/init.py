@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from alibi_lm.model.config import ModelConfig
-from alibi_lm.parallel.shard import shard_of
-from alibi_lm.parallel.strided_reader import StridedReader
+from alibi_lm.parallel.shard import StridedReader, shard_of
 
 DRAWN_AT_ONCE = 1 << 24
 """Elements that come from one generator."""

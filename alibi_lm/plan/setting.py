@@ -8,7 +8,7 @@ from typing import Any
 
 from alibi_lm.config import Config
 from alibi_lm.parallel.layout import Layout, stage_layers
-from alibi_lm.train.engine.deepspeed_config import accumulation_steps, zero_stage
+from alibi_lm.train.engine.deepspeed_config import accumulation_steps, zero_config, zero_stage
 
 WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of a value by precision."""
@@ -47,18 +47,13 @@ class ZeroSettings:
 
 def zero_settings(block: dict[str, Any]) -> ZeroSettings:
     """ZeRO's settings of a valid `deepspeed:` block, DeepSpeed's defaults filled in."""
-    # Imported here: it takes seconds.
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-
-    stage = zero_stage(block)
-    given = dict(block.get("zero_optimization", {})) | {"stage": stage}
-    found = DeepSpeedZeroConfig(**given)
+    found = zero_config(block)
 
     def offloaded(section: Any) -> bool:
         return section is not None and section.device.value != "none"
 
     return ZeroSettings(
-        stage=stage,
+        stage=zero_stage(block),
         reduce_bucket_size=int(found.reduce_bucket_size),
         contiguous_gradients=found.contiguous_gradients,
         overlap_comm=bool(found.overlap_comm),

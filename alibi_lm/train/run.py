@@ -33,7 +33,7 @@ from alibi_lm.train.engine.deepspeed_config import (
     deepspeed_config,
     stage_problems,
 )
-from alibi_lm.train.engine.factory import make_engine
+from alibi_lm.train.engine.plain import make_engine
 from alibi_lm.train.fault_tolerance.failure_detector import Limits
 from alibi_lm.train.fault_tolerance.heartbeat import Progress
 from alibi_lm.train.fault_tolerance.preemption import Preemption

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 from safetensors import SafetensorError
 
 from alibi_lm.utils.errors import CheckpointError, Problem
@@ -45,7 +46,7 @@ def _remove_leftovers(out: Path) -> None:
     """Take away what killed exports to `out` on this machine left behind."""
     for path in out.parent.glob(f".{glob.escape(out.name)}.{socket.gethostname()}-*.tmp"):
         owner = path.name.removesuffix(".tmp").rpartition("-")[2]
-        if not Path(f"/proc/{owner}").exists():
+        if not (owner.isdigit() and psutil.pid_exists(int(owner))):
             shutil.rmtree(path, ignore_errors=True)
 
 

@@ -31,7 +31,7 @@ from alibi_lm.parallel.process_group import avoid_shared_memory
 from alibi_lm.parallel.shard import shard_of
 from alibi_lm.train.engine.base import Engine
 from alibi_lm.train.engine.deepspeed_config import deepspeed_config
-from alibi_lm.train.engine.factory import make_engine
+from alibi_lm.train.engine.plain import make_engine
 
 STEPS, SAMPLES, LENGTH = 10, 4, 20
 DEFAULTS: dict[str, Any] = {

@@ -28,7 +28,7 @@ from alibi_lm.plan.planner import Plan, RankPlan, make_plan
 from alibi_lm.train.engine import optimizer_state
 from alibi_lm.train.engine.base import Engine
 from alibi_lm.train.engine.deepspeed_config import deepspeed_config
-from alibi_lm.train.engine.factory import make_engine
+from alibi_lm.train.engine.plain import make_engine
 from alibi_lm.train.run import read_config
 
 WARM_UP = 2

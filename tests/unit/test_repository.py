@@ -7,6 +7,7 @@ import tomllib
 from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,19 @@ ENVIRONMENT_READERS = {
     *("cli.main", "cli.doctor", "cli.claims", "cli.distributed"),
 }
 PRINTERS = {"utils.logging"}
+DEEPSPEED_USERS = {
+    "deepspeed.accelerator": (
+        "parallel.device",
+        "parallel.process_group",
+        "doctor.collective",
+        "doctor.hosts",
+        "doctor.probe",
+    ),
+    "deepspeed.launcher": ("doctor.hosts",),
+    "deepspeed.runtime": (),
+    "deepspeed": ("parallel.process_group", "bench.processes"),
+}
+"""Who uses which public part of DeepSpeed, outside of train/engine, which knows its insides."""
 PIPELINE_USERS = {"train.engine.pipeline_module"}
 MAX_FILE_LINES, MAX_FUNCTION_LINES, MAX_SCRIPT_LINES, MAX_FOLDER_FILES = 400, 80, 40, 15
 
@@ -326,6 +340,31 @@ def test_compiled_kernels_are_imported_by_their_registry_only() -> None:
     for path in MODULES:
         if not module_name(path).startswith("kernels"):
             assert not library_imports(path) & backends, name_of(path)
+
+
+def test_every_import_is_declared() -> None:
+    settings = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = {
+        name: deps for name, deps in settings["optional-dependencies"].items() if name != "dev"
+    }
+    declared = [*settings["dependencies"], *(dep for deps in extras.values() for dep in deps)]
+    known = {re.split(r"[^\w.-]", dep)[0].lower().replace("-", "_") for dep in declared}
+    packages = packages_distributions()
+    for path in MODULES:
+        for root in {name.split(".")[0] for name in imports(path)}:
+            if root not in {*sys.stdlib_module_names, "alibi_lm"}:
+                names = {name.lower().replace("-", "_") for name in packages.get(root, [root])}
+                assert names & known, f"{name_of(path)}: {root} is not declared in pyproject.toml"
+
+
+def test_deepspeeds_insides_are_known_in_one_folder() -> None:
+    for path in MODULES:
+        for name in imports(path):
+            if re.match(r"deepspeed\b", name) and not module_name(path).startswith("train.engine."):
+                users = next(
+                    (us for part, us in DEEPSPEED_USERS.items() if name.startswith(part)), ()
+                )
+                assert module_name(path) in users, f"{name_of(path)}: {name}"
 
 
 def test_only_the_pipeline_knows_deepspeeds_pipeline() -> None:

@@ -28,7 +28,7 @@ from alibi_lm.hf.weights_reader import WeightsReader, plain_file, read_json
 from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.decoder import Decoder, filled_decoder
 from alibi_lm.parallel.mesh import NO_PARALLEL, ParallelDim
-from alibi_lm.parallel.strided_reader import StridedReader
+from alibi_lm.parallel.shard import StridedReader
 from alibi_lm.utils.errors import CheckpointError, Problem
 from alibi_lm.utils.files import sha256
 

@@ -147,6 +147,15 @@ def zero_stage(block: dict[str, Any]) -> int:
     return int(block.get("zero_optimization", {}).get("stage", DEFAULT_STAGE))
 
 
+def zero_config(block: dict[str, Any]) -> Any:
+    """DeepSpeed's `DeepSpeedZeroConfig` of a valid block, its defaults filled in."""
+    # Imported here: it takes seconds.
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    given = dict(block.get("zero_optimization", {}))
+    return DeepSpeedZeroConfig(**given | {"stage": zero_stage(block)})
+
+
 def block_problems(block: dict[str, Any]) -> Iterator[Problem]:
     """Every rule that the `deepspeed:` block breaks by itself."""
     for key in block:

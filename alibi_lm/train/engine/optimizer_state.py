@@ -16,8 +16,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from alibi_lm.checkpoint.fragments import MOMENTS, PARAM
 from alibi_lm.parallel.mesh import Mesh
-from alibi_lm.parallel.shard import StridedSlice, shard_of
-from alibi_lm.parallel.strided_reader import StridedReader
+from alibi_lm.parallel.shard import StridedReader, StridedSlice, shard_of
 
 
 @dataclass(frozen=True)

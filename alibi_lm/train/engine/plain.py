@@ -9,10 +9,11 @@ from typing import Any
 import deepspeed
 import torch
 
+from alibi_lm.config import Config
 from alibi_lm.model.decoder import Decoder
 from alibi_lm.model.init import InitialValues
 from alibi_lm.parallel.device import get_device
-from alibi_lm.parallel.mesh import ModelParallelUnit
+from alibi_lm.parallel.mesh import Mesh, ModelParallelUnit
 from alibi_lm.parallel.process_group import sum_over_ranks
 from alibi_lm.train.engine import optimizer_state
 from alibi_lm.train.engine.base import Engine, NotFinite, StepResult
@@ -86,3 +87,15 @@ class PlainEngine(Engine):
         total, count = sum_over_ranks(total, count)
         engine.train()
         return total / count
+
+
+def make_engine(
+    config: Config, ds_config: dict[str, Any], mesh: Mesh, *, initial: bool = True
+) -> Engine:
+    """The engine of a layout; `initial` False leaves the weights unset, to be loaded."""
+    if mesh.pp.size == 1:
+        return PlainEngine(config, ds_config, mesh, initial=initial)
+    # Imported here: DeepSpeed's pipeline is needed by pipelines only.
+    from alibi_lm.train.engine.pipeline import PipelineEngine
+
+    return PipelineEngine(config, ds_config, mesh, initial=initial)

@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 from types import FrameType
 
+import psutil
 import torch
 
 from alibi_lm.model.layers import Block
@@ -73,13 +74,13 @@ class Progress:
 
 
 def _file_bytes() -> int:
-    """Bytes that this process has read and written so far, sockets' send and recv aside."""
+    """Bytes that this process has read and written so far, without sockets' send and recv."""
     try:
-        lines = Path("/proc/self/io").read_text(encoding="ascii").splitlines()
-    except OSError:  # not every container shows it
+        counters = psutil.Process().io_counters()
+    except (psutil.Error, OSError):  # some containers hide /proc/self/io
         return 0
-    wanted = ("rchar", "wchar", "read_bytes", "write_bytes")
-    return sum(int(value) for name, value in (s.split(": ") for s in lines) if name in wanted)
+    sizes = (counters.read_chars, counters.write_chars, counters.read_bytes, counters.write_bytes)
+    return sum(sizes)
 
 
 def _in_debugger(frame: FrameType | None) -> bool:

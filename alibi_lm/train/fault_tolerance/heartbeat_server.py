@@ -10,8 +10,9 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
+
+import psutil
 
 from alibi_lm.train.fault_tolerance.connection import Connection
 from alibi_lm.train.fault_tolerance.failure_detector import (
@@ -287,9 +288,8 @@ class HeartbeatClient(HeartbeatThread):
 
 
 def _lives(pid: int) -> bool:
-    """Whether a process of this host lives; one that has ended and is not yet reaped does not."""
+    """Whether a process of this host is alive; a zombie is not."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
         return False
-    return stat.rpartition(")")[2].split()[0] not in ("Z", "X")

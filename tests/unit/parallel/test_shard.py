@@ -15,7 +15,6 @@ from alibi_lm.checkpoint.fragments import FragmentReader, fragment_key
 from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.decoder import Decoder
 from alibi_lm.model.init import initial_value
-from alibi_lm.parallel import strided_reader
 from alibi_lm.parallel.mesh import ParallelDim
 from alibi_lm.parallel.shard import Interval, Shard, StridedSlice, shard_of
 from alibi_lm.utils.errors import CheckpointError
@@ -96,7 +95,7 @@ def test_what_one_split_wrote_another_reads(
         "shards": ["shard_00000.safetensors"],
     }
     with pytest.MonkeyPatch.context() as patch, FragmentReader(folder, meta) as reader:
-        patch.setattr(strided_reader, "_READ_AT_ONCE", at_once)
+        patch.setattr(shard_module, "_READ_AT_ONCE", at_once)
         for name, whole in tensors.items():
             assert torch.equal(reader.tensor(name), whole)
             low = data.draw(st.integers(0, 59))
