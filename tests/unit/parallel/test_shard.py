@@ -15,6 +15,7 @@ from alibi_lm.checkpoint.fragments import FragmentReader, fragment_key
 from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.decoder import Decoder
 from alibi_lm.model.init import initial_value
+from alibi_lm.parallel import shard as shard_module
 from alibi_lm.parallel.mesh import ParallelDim
 from alibi_lm.parallel.shard import Interval, Shard, StridedSlice, shard_of
 from alibi_lm.utils.errors import CheckpointError
