@@ -150,6 +150,15 @@ def test_the_claims_page_shows_the_claims_as_they_were_found() -> None:
     assert shown.read_bytes() == (results / "perplexity.png").read_bytes()
 
 
+def test_modules_in_the_changelog_are_where_it_says() -> None:
+    moved = HISTORY.read_text(encoding="utf-8").partition("### Moved")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `[\w.]+` \| `([\w.]+)`", moved, re.MULTILINE)
+    assert rows
+    for name in rows:
+        path = REPOSITORY / "alibi_lm" / name.replace(".", "/")
+        assert path.with_suffix(".py").exists() or path.is_dir(), name
+
+
 def test_the_readme_is_short_and_names_every_page() -> None:
     text = README.read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 200
