@@ -133,7 +133,7 @@ def test_an_assumed_vocabulary_is_said(tmp_path: Path, monkeypatch: pytest.Monke
             ["--num-ranks", 2, "parallel.pp=2", "deepspeed.zero_optimization.stage=3"],
             "deepspeed.zero_optimization.stage = 3: splits gradients",
         ),
-        (["--num-ranks", 2, "--rank", 2], "--rank = 2: is not one of 2 ranks"),
+        (["--num-ranks", 2, "--rank", 2], "--rank = 2: the run has 2 ranks"),
     ],
 )
 def test_what_training_would_refuse_is_refused(arguments: list[object], words: str) -> None:
