@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
@@ -21,6 +21,12 @@ RULER_THRESHOLD = 85.6
 @dataclass
 class PerplexityConfig(Section):
     """Perplexity at several lengths over the same tokens."""
+
+    aliases: ClassVar[Mapping[str, str]] = {
+        "pruning_tolerance": "epsilon",
+        "truncated_context_targets": "null_targets",
+        "truncated_context_length": "null_reach",
+    }
 
     lengths: Lengths | None = None
     """Window lengths in tokens; by default 1/2, 1, 2, 4, 8, 16 times the training length."""
@@ -53,6 +59,8 @@ class PerplexityConfig(Section):
 class NeedleConfig(Section):
     """Needle in a haystack: depth by length."""
 
+    aliases: ClassVar[Mapping[str, str]] = {"pruning_tolerance": "epsilon"}
+
     lengths: Lengths | None = None
     """Prompt lengths in tokens; by default 1/2, 1, 2, 4, 8, 16 times the training length."""
     depths: Annotated[list[Share], NotEmpty, Distinct] = field(
@@ -81,6 +89,8 @@ class NeedleConfig(Section):
 @dataclass
 class RetrievalConfig(Section):
     """Retrieval tasks by length: passkey, associative recall and the tasks of RULER."""
+
+    aliases: ClassVar[Mapping[str, str]] = {"pruning_tolerance": "epsilon"}
 
     tasks: Annotated[list[str], NotEmpty, Distinct] | None = None
     """Any of passkey, mqar, niah_single_1 to _3, niah_multikey_1 to _3, niah_multivalue,
@@ -122,6 +132,8 @@ class RetrievalConfig(Section):
 @dataclass
 class AttentionSpanConfig(Section):
     """The certified attention span: how far back each head reads."""
+
+    aliases: ClassVar[Mapping[str, str]] = {"pruning_tolerance": "epsilon"}
 
     num_tokens: PositiveInt = 32768
     """Length of the text, which is documents from the start of the corpus; above 2,048, and best
@@ -174,6 +186,8 @@ class GeneralizationConfig(Section):
 @dataclass
 class SuiteConfig(Section):
     """An eval suite."""
+
+    aliases: ClassVar[Mapping[str, str]] = {"attention_span": "horizon"}
 
     corpus: str | None = None
     """Prefix of the token files of every eval whose section names none; by default the run's

@@ -70,6 +70,8 @@ class TrainConfig(Section):
         "gradient_clipping": "grad_clip clip_grad max_grad_norm",
         "activation_checkpointing": "gradient_checkpointing",
         "pruning_tolerance": "attention_epsilon",
+        "heartbeat_timeout_seconds": "silence_seconds",
+        "hang_timeout_minutes": "hang_minutes",
         "checkpoint_interval": "save_interval save_steps",
         "validation_interval": "eval_interval eval_steps",
     }

@@ -127,6 +127,10 @@ def test_a_rule_is_left_out_where_a_setting_that_it_reads_is_wrong() -> None:
         ({"lr": 1}, "did you mean train.learning_rate?"),
         ({"train": {"dir": "x"}}, "did you mean run.dir?"),
         ({"model": {"num_head": 4}}, "did you mean model.num_heads?"),
+        ({"train": {"silence_seconds": 9}}, "did you mean train.heartbeat_timeout_seconds?"),
+        ({"train": {"epsilon": 1}}, "did you mean train.adam_epsilon?"),
+        ({"train": {"attention_epsilon": 1}}, "did you mean train.pruning_tolerance?"),
+        ({"model": {"shape": "mpt"}}, "did you mean model.architecture?"),
         ({"train": {"foo": 1}}, "no key here resembles it"),
         ({"data": {"corpora": [{"prefix": "x", "wieght": 1}]}}, "mean data.corpora.0.weight?"),
     ],
@@ -134,6 +138,22 @@ def test_a_rule_is_left_out_where_a_setting_that_it_reads_is_wrong() -> None:
 def test_an_unknown_key_s_suggestion_is_right_or_absent(raw: dict[str, Any], fix: str) -> None:
     with pytest.raises(ConfigError) as caught:
         build(Config, {"run": {"dir": "a"}} | raw)
+    (problem,) = caught.value.problems
+    assert fix in str(problem)
+
+
+@pytest.mark.parametrize(
+    ("override", "fix"),
+    [
+        ("horizon.num_tokens=9", "did you mean attention_span?"),
+        ("needle.epsilon=0", "did you mean needle.pruning_tolerance?"),
+        ("perplexity.null_reach=9", "did you mean perplexity.truncated_context_length?"),
+        ("generalisation.seed=1", "did you mean generalization?"),
+    ],
+)
+def test_a_renamed_key_of_a_suite_leads_to_the_new_one(override: str, fix: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_suite(None, [override])
     (problem,) = caught.value.problems
     assert fix in str(problem)
 
