@@ -22,7 +22,7 @@ from alibi_lm.train.fault_tolerance.heartbeat import (
     READING,
     SAVING,
     VALIDATING,
-    Progress,
+    ActivityTracker,
 )
 from alibi_lm.train.fault_tolerance.preemption import Preemption
 from alibi_lm.train.monitoring.metrics import Metrics
@@ -37,23 +37,23 @@ class Loop:
     def __init__(
         self,
         engine: Engine,
-        inputs: TrainingData,
+        training_data: TrainingData,
         config: Config,
         metrics: Metrics | None,
         peak_flops: float | None,
         preemption: Preemption,
-        progress: Progress,
+        activity: ActivityTracker,
     ) -> None:
         self.engine = engine
-        self.inputs = inputs
+        self.training_data = training_data
         self.config = config
         self.metrics = metrics
         self.preemption = preemption
-        self.progress = progress
+        self.activity = activity
         self.run_folder = Path(config.run.dir)
         self._damaged: set[str] = set()
         self._disk: UserError | None = None
-        """What went wrong with the metrics' files, on the rank that writes them."""
+        """The disk error of the metrics files, on the rank that writes them."""
         train = config.train
         self.tokens_per_step = train.global_batch_size * train.sequence_length
         self.flops_per_token = flops_per_token(config.model, train.sequence_length)
@@ -67,13 +67,13 @@ class Loop:
             CheckpointError: a checkpoint cannot be written.
         """
         train = self.config.train
-        # A run goes on from its newest good checkpoint, so newer ones have been found damaged.
+        # A run resumes from its newest good checkpoint, so any newer ones are damaged.
         newer = [path.name for path in step_folders(self.run_folder)]
         self._damaged = {name for name in newer if name > step_name(step)}
         while step < train.num_steps:
-            self.progress.at(READING, step + 1)
+            self.activity.at(READING, step + 1)
             batches = self._batches(step)
-            self.progress.at(COMPUTING, step + 1)
+            self.activity.at(COMPUTING, step + 1)
             try:
                 asked = self.preemption.asked() or self._disk is not None
                 result = self.engine.step(batches, step, asked)
@@ -92,23 +92,23 @@ class Loop:
             if due or result.stop:
                 self._paused(self._save, step)
             if result.stop and step < train.num_steps:
-                self._say_stopped(step)
+                self._report_stop(step)
                 return False
         return True
 
-    def _say_stopped(self, step: int) -> None:
+    def _report_stop(self, step: int) -> None:
         self.preemption.acknowledge()
         reason = self.preemption.reason or "another rank's request"
-        console.info(f"stopped by {reason} after step {step:,}; the same command goes on from here")
+        console.info(f"stopped by {reason} after step {step:,}; re-run the same command to resume")
 
     def _batches(self, step: int) -> list[torch.Tensor]:
         if not self.engine.reads_data:
             return []
         mesh = self.engine.mesh
         try:
-            return self.inputs.micro_batches(step, mesh.dp.rank, mesh.dp.size)
+            return self.training_data.micro_batches(step, mesh.dp.rank, mesh.dp.size)
         except DataError:
-            # Only the ranks that read the bad data can say so, and of those that share it one does.
+            # Only the ranks that read the bad data know of it, and one of them reports it.
             console.muted = mesh.tp.rank + mesh.pp.rank > 0
             raise
 
@@ -125,23 +125,23 @@ class Loop:
                 peak_flops=self.peak_flops,
             )
         except OSError as failure:
-            # The other ranks do not write, and are told with the next step.
+            # The other ranks do not write; they learn of it with the next step.
             self._disk = disk_error(failure, self.run_folder)
 
     def _paused(self, action: Callable[[int], None], step: int) -> None:
-        """Do something that is not training, and keep it out of the speed figures."""
+        """Run something that is not training, and leave its time out of the speed figures."""
         start = time.perf_counter()
         action(step)
         if self.metrics is not None:
             self.metrics.pause(time.perf_counter() - start)
 
     def _validate(self, step: int) -> None:
-        self.progress.at(VALIDATING, step)
+        self.activity.at(VALIDATING, step)
         train, dp = self.config.train, self.engine.mesh.dp
         losses = {}
         for multiple in train.validation_multiples:
             length = int(multiple * train.sequence_length)
-            windows = self.inputs.validation_windows(length, dp.rank, dp.size)
+            windows = self.training_data.validation_windows(length, dp.rank, dp.size)
             losses[length] = self.engine.evaluate(windows)
             if not math.isfinite(losses[length]):
                 failure = NotFinite(f"validation loss {losses[length]} at length {length}")
@@ -153,15 +153,15 @@ class Loop:
             self.metrics.validation(step, losses)
 
     def _save(self, step: int) -> None:
-        self.progress.at(SAVING, step)
+        self.activity.at(SAVING, step)
         run_on_all_ranks(self._flush, self.run_folder)
         facts = {
             "tokens": step * self.tokens_per_step,
             "consumed_samples": step * self.config.train.global_batch_size,
-            "data": self.inputs.facts(),
+            "data": self.training_data.facts(),
         }
-        saved = save(self.engine, self.config, step, facts, self.inputs.tokenizer)
-        self.progress.saved = saved
+        saved = save(self.engine, self.config, step, facts, self.training_data.tokenizer)
+        self.activity.saved = saved
         run_on_all_ranks(lambda: self._saved(step), self.run_folder)
 
     def _flush(self) -> None:
@@ -171,7 +171,7 @@ class Loop:
             self.metrics.flush()
 
     def _saved(self, step: int) -> None:
-        console.info(f"checkpoint {self.progress.saved}")
+        console.info(f"checkpoint {self.activity.saved}")
         if rank() == 0:
             train = self.config.train
             self._damaged.discard(step_name(step))
@@ -179,12 +179,12 @@ class Loop:
             remove_old(self.run_folder, step, last, every, self._damaged)
 
     def _not_finite(self, step: int, failure: NotFinite) -> NotFiniteError:
-        good = self.progress.saved or "none yet"
+        good = self.activity.saved or "none yet"
         return NotFiniteError(
             Problem(
                 f"step {step + 1}",
                 None,
-                f"{failure} on {self.inputs.where(step)}; last good checkpoint: {good}",
+                f"{failure} on {self.training_data.where(step)}; last good checkpoint: {good}",
                 "nothing was overwritten; lower train.learning_rate or look at that data",
             )
         )

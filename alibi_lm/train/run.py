@@ -35,7 +35,7 @@ from alibi_lm.train.engine.deepspeed_config import (
 )
 from alibi_lm.train.engine.plain import make_engine
 from alibi_lm.train.fault_tolerance.failure_detector import Limits
-from alibi_lm.train.fault_tolerance.heartbeat import Progress
+from alibi_lm.train.fault_tolerance.heartbeat import ActivityTracker
 from alibi_lm.train.fault_tolerance.preemption import Preemption
 from alibi_lm.train.fault_tolerance.watchdog import watched
 from alibi_lm.train.loop import Loop
@@ -80,51 +80,53 @@ def read_config(
 
 
 def pretrain(path: str | Path, overrides: Sequence[str], local_rank: int, address: str) -> bool:
-    """Start the run of a config, or go on with it from its newest good checkpoint.
+    """Start the run of a config, or resume it from its newest good checkpoint.
 
-    True when the run has done all its steps, False when it was asked to stop and saved.
+    Returns True after the last step, False if the run was asked to stop and has saved.
 
     The process group must not exist yet; it is made here from the launcher's environment.
     `address` is that of rank 0's host. The process ends inside with EXIT_LOST if another rank dies.
 
     Raises:
-        UserError: on every rank alike, for everything that a user can mend.
+        UserError: on every rank alike, for everything that the user can fix.
     """
     join_process_group(local_rank)
     config, block = run_on_all_ranks(lambda: read_config(path, overrides, world_size()))
     raise_if_different("the resolved config", digest(config))
     run_on_all_ranks(lambda: check_writers(config) if rank() == 0 else None)
     run_on_all_ranks(lambda: check_compiler(config))
-    train, progress = config.train, Progress()
+    train, activity = config.train, ActivityTracker()
     limits = Limits(
         train.heartbeat_timeout_seconds,
         train.hang_timeout_minutes and 60 * train.hang_timeout_minutes,
     )
-    with watched(address, limits, progress, Path(config.run.dir) / "train.log"):
-        return _pretrain(config, block, progress)
+    with watched(address, limits, activity, Path(config.run.dir) / "train.log"):
+        return _pretrain(config, block, activity)
 
 
-def _pretrain(config: Config, block: dict[str, Any], progress: Progress) -> bool:
-    inputs = run_on_all_ranks(lambda: open_training_data(config))
+def _pretrain(config: Config, block: dict[str, Any], activity: ActivityTracker) -> bool:
+    training_data = run_on_all_ranks(lambda: open_training_data(config))
     run = Path(config.run.dir)
     found = find_checkpoint(run)
     schedule_note = None
     if found is not None:
-        saved = run_on_all_ranks(lambda: check_resumable(*found, config, inputs.facts()))
+        saved = run_on_all_ranks(lambda: check_resumable(*found, config, training_data.facts()))
         schedule_note = schedule_change(saved.train, config.train, int(found[1]["step"]))
         if int(found[1]["step"]) == config.train.num_steps:
             done = config.train.num_steps
             console.info(
-                f"{run} has done its {done:,} steps already; newest checkpoint: {found[0]}"
+                f"{run} has already done its {done:,} steps; newest checkpoint: {found[0]}"
             )
             return True
-    source = run_on_all_ranks(lambda: _initial_weights(config, inputs)) if found is None else None
+    source = (
+        run_on_all_ranks(lambda: _initial_weights(config, training_data)) if found is None else None
+    )
     mesh = make_mesh(config.parallel.tp, config.parallel.pp)
     ds_config = deepspeed_config(config, block, mesh.dp.size)
     fresh = found is None and source is None
     engine = make_engine(config, json.loads(json.dumps(ds_config)), mesh, initial=fresh)
     with _held(run):
-        line = _start_line(config, inputs, engine, found, source)
+        line = _start_line(config, training_data, engine, found, source)
         run_on_all_ranks(lambda: _prepare_run_folder(run, config, ds_config, line), run)
         if schedule_note is not None:
             console.warning(schedule_note)
@@ -132,37 +134,37 @@ def _pretrain(config: Config, block: dict[str, Any], progress: Progress) -> bool
             engine.load(*found)
         elif source is not None:
             engine.load(source, read_meta(source), weights_only=True)
-        progress.follow(engine.deepspeed.module)
-        finished = _train(engine, inputs, config, found, progress)
-    # A launcher ends the other ranks when one leaves with another code than 0; mpirun, at once.
+        activity.follow(engine.deepspeed.module)
+        finished = _train(engine, training_data, config, found, activity)
+    # Launchers end the other ranks when one exits with a code other than 0; mpirun does so at once.
     dist.barrier()
     return finished
 
 
 @contextmanager
 def _held(run: Path) -> Iterator[None]:
-    """Hold the run folder, so that no second job trains the same run."""
+    """Lock the run folder, so that no second job trains the same run."""
     with ExitStack() as stack:
         hold = exclusive_lock(run, CheckpointError) if rank() == 0 else nullcontext()
         run_on_all_ranks(lambda: stack.enter_context(hold))
         yield
 
 
-def _initial_weights(config: Config, inputs: TrainingData) -> Path | None:
-    """The step folder of `train.init_from`, its model and tokenizer compared with ours."""
+def _initial_weights(config: Config, training_data: TrainingData) -> Path | None:
+    """The step folder of `train.init_from`, whose model and tokenizer must be the run's."""
     if config.train.init_from is None:
         return None
     folder = resolve_step(Path(config.train.init_from))
     step = open_run(folder, check=rank() == 0)
-    theirs, ours = to_dict(step.config.model), to_dict(config.model)
+    source, model = to_dict(step.config.model), to_dict(config.model)
     fix = "use the same model and tokenizer as train.init_from"
     # Window, scaling and the spread of initial weights do not change what a weight means.
     problems = [
-        Problem(f"model.{key}", ours[key], f"is {theirs[key]!r} in {folder}", fix)
-        for key in ours
-        if ours[key] != theirs[key] and key not in MAY_CHANGE
+        Problem(f"model.{key}", model[key], f"is {source[key]!r} in {folder}", fix)
+        for key in model
+        if model[key] != source[key] and key not in MAY_CHANGE
     ]
-    tokenizer = None if inputs.tokenizer is None else inputs.tokenizer.digest
+    tokenizer = None if training_data.tokenizer is None else training_data.tokenizer.digest
     if tokenizer != step.meta["data"]["tokenizer"]:
         rule = f"is not the tokenizer of {folder}"
         problems.append(Problem("data.tokenizer", config.data.tokenizer, rule, fix))
@@ -183,7 +185,7 @@ def _prepare_run_folder(run: Path, config: Config, ds_config: dict[str, Any], li
 
 def _start_line(
     config: Config,
-    inputs: TrainingData,
+    training_data: TrainingData,
     engine: Engine,
     found: tuple[Path, dict[str, Any]] | None,
     source: Path | None,
@@ -195,7 +197,7 @@ def _start_line(
     elif source is not None:
         how += f" with the weights of {source}"
     tokens = train.num_steps * train.global_batch_size * train.sequence_length
-    epochs = tokens / sum(file.num_tokens for file in inputs.corpora)
+    epochs = tokens / sum(file.num_tokens for file in training_data.corpora)
     return (
         f"{how}: {num_parameters(config.model):,} parameters, {engine.mesh.layout.describe()}, "
         f"ZeRO stage {engine.stage}, {train.precision}, {tokens:,} training tokens in all "
@@ -205,10 +207,10 @@ def _start_line(
 
 def _train(
     engine: Engine,
-    inputs: TrainingData,
+    training_data: TrainingData,
     config: Config,
     found: tuple[Path, dict[str, Any]] | None,
-    progress: Progress,
+    activity: ActivityTracker,
 ) -> bool:
     step = 0 if found is None else int(found[1]["step"])
     run = Path(config.run.dir)
@@ -220,8 +222,8 @@ def _train(
     metrics = run_on_all_ranks(lambda: _open_metrics(config, step, f"{shown} ({source})"), run)
     try:
         preemption = Preemption(run if rank() == 0 else None, config.train.max_minutes)
-        progress.saved = found[0] if found else None
-        return Loop(engine, inputs, config, metrics, peak, preemption, progress).run(step)
+        activity.saved = found[0] if found else None
+        return Loop(engine, training_data, config, metrics, peak, preemption, activity).run(step)
     finally:
         if metrics is not None:
             metrics.close()

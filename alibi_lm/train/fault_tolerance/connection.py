@@ -1,4 +1,8 @@
-"""Short JSON messages between rank 0 and another rank, over a connection of their own."""
+"""Short JSON messages between rank 0 and another rank, over a TCP connection.
+
+torch's TCPStore does not serve here: its clients neither learn that a peer's process has ended,
+which tells a dead rank from a slow one within seconds, nor reconnect.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +11,18 @@ import socket
 from typing import Any
 
 _LONGEST = 1 << 16
-"""Bytes of a message at most; no rank sends as much."""
+"""Longest message in bytes; no rank sends as much."""
 
 
 def listen() -> socket.socket:
-    """A listening socket on a free port, for all of this host's addresses."""
+    """A socket that listens on a free port of all of this host's addresses."""
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
     return socket.create_server(("", 0))
 
 
 class Connection:
-    """One connection. Every failure of the network is an OSError, its end a ConnectionError."""
+    """One connection. A network failure raises OSError, a closed connection ConnectionError."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
@@ -29,10 +33,10 @@ class Connection:
 
     @classmethod
     def connect(cls, address: str, port: int, seconds: float) -> Connection:
-        """Connect within a time.
+        """Connect within `seconds`.
 
         Raises:
-            OSError: nobody listens there, or it cannot be reached.
+            OSError: nothing listens there, or it cannot be reached.
         """
         return cls(socket.create_connection((address, port), timeout=seconds))
 
@@ -41,16 +45,16 @@ class Connection:
         return self._socket.fileno()
 
     def send(self, message: dict[str, Any]) -> None:
-        """Hand a message to the network, without waiting for it to get anywhere."""
+        """Queue a message for sending, without waiting for its delivery."""
         data = json.dumps(message).encode() + b"\n"
-        # The buffer of a connection holds thousands of these; a full one is a dead connection.
+        # The send buffer holds thousands of messages; if it is full the connection is dead.
         if self._socket.send(data) != len(data):
-            raise ConnectionError("the connection takes no more")
+            raise ConnectionError("the send buffer is full")
 
     def receive(self) -> list[dict[str, Any]]:
-        """The messages that have come since the last call; none is not an error.
+        """The messages that have arrived since the last call, perhaps none.
 
-        What came before the connection ended is returned first, its end raised by the next call.
+        If the connection was closed, what came before is returned first; the next call raises.
         """
         if self._ended:
             raise ConnectionError("the other side has closed the connection")

@@ -1,4 +1,4 @@
-"""Where a rank's main thread is: which step, doing what, and whether it moves."""
+"""What a rank's main thread does, at which step, and whether it makes progress."""
 
 from __future__ import annotations
 
@@ -19,38 +19,38 @@ COMPUTING = "computing"
 VALIDATING = "validating"
 SAVING = "saving"
 ORDER = (STARTING, READING, COMPUTING, VALIDATING, SAVING)
-"""What is done at a step, in order: of two ranks, the one further back holds the other up."""
+"""The phases of a step, in order: of two ranks, the one further back holds up the other."""
 
 _FILE_BYTES = 1 << 20
-"""Bytes read or written since the last look that count as moving on."""
+"""Bytes read or written since the last heartbeat that count as progress."""
 _DEBUGGERS = ("bdb", "pdb", "pydevd", "debugpy")
 
 
-class Progress:
+class ActivityTracker:
     """Written by the main thread, read by the watchdog's."""
 
     def __init__(self) -> None:
         self.step = 0
         self.doing = STARTING
         self.warm = False
-        """Whether the first step of this start is done."""
+        """Whether the first step since the start is done."""
         self.saved: Path | None = None
         """The newest complete checkpoint."""
         self.failed: str | None = None
-        """What a collective said when it failed."""
+        """The error of a collective that failed."""
         self._count = 0
         self._main = threading.get_ident()
         self._bytes = 0
 
     def at(self, doing: str, step: int) -> None:
-        """The main thread begins something at a step (the first is 1)."""
+        """Record that the main thread enters a phase of a step (the first is 1)."""
         if step > self.step > 0:
             self.warm = True
         self.step, self.doing = step, doing
         self._count += 1
 
     def follow(self, model: torch.nn.Module) -> None:
-        """Count every call of the model's blocks as moving on: a step may take long."""
+        """Count every call of the model's blocks as progress: a step may take long."""
         for layer in model.modules():
             if isinstance(layer, Block):
                 layer.register_forward_pre_hook(self._moved)
@@ -61,8 +61,7 @@ class Progress:
     def count(self) -> int:
         """A number that grows while the main thread works, and stands still when it is stuck.
 
-        A rank that reads or writes files works, whatever it is doing, and one that somebody looks
-        at in a debugger is not stuck.
+        Reading or writing files counts as work, and a rank in a debugger is not stuck.
         """
         now = _file_bytes()
         if now - self._bytes >= _FILE_BYTES:

@@ -1,4 +1,4 @@
-"""The watchdog's threads: rank 0's, which judges, and the other ranks', which report to it."""
+"""The watchdog's threads: rank 0's server, and the clients of the other ranks."""
 
 from __future__ import annotations
 
@@ -25,38 +25,38 @@ from alibi_lm.train.fault_tolerance.failure_detector import (
     lost_line,
     silence,
 )
-from alibi_lm.train.fault_tolerance.heartbeat import Progress
+from alibi_lm.train.fault_tolerance.heartbeat import ActivityTracker
 from alibi_lm.utils.errors import EXIT_LOST
 from alibi_lm.utils.logging import console
 
 INTERVAL = 1.0
-"""Seconds between signs of life."""
+"""Seconds between heartbeats."""
 
 End = Callable[[Verdict, bool], None]
-"""Ends the process; the second argument says whether this rank writes the line."""
+"""Ends the process; the second argument is whether this rank prints the line."""
 
 
 class HeartbeatThread(threading.Thread, ABC):
     """A rank's thread; a daemon, so that it never keeps a process alive."""
 
-    def __init__(self, progress: Progress, end: End) -> None:
+    def __init__(self, activity: ActivityTracker, end: End) -> None:
         super().__init__(name="watchdog", daemon=True)
-        self._progress = progress
+        self._activity = activity
         self._end = end
-        self._last_words: Heartbeat | None = None
+        self._exit_reason: Heartbeat | None = None
         self._stopping = threading.Event()
 
     def stop(self, exit_reason: Heartbeat | None, seconds: float) -> None:
-        """Stop watching: the rank has done its work or, with last words, leaves by an error."""
-        self._last_words = exit_reason
+        """Stop watching: the rank has finished its work or, with an exit reason, fails."""
+        self._exit_reason = exit_reason
         self._stopping.set()
         self.join(seconds)
 
     def run(self) -> None:
-        """Watch until told to stop."""
+        """Watch until `stop` is called."""
         try:
             self.watch()
-        except Exception as failure:  # a defect here must not end a job that is well
+        except Exception as failure:  # a defect here must not end a healthy job
             console.muted = False
             console.warning(f"the watchdog has stopped: {type(failure).__name__}: {failure}")
             self.abandon()
@@ -68,24 +68,24 @@ class HeartbeatThread(threading.Thread, ABC):
         """The thread's loop."""
 
     def abandon(self) -> None:
-        """Take leave after a defect of the watchdog's own."""
+        """Stop taking part after a defect of the watchdog itself."""
 
     @abstractmethod
     def close(self) -> None:
         """Close all connections."""
 
-    def beat(self) -> Heartbeat:
-        """This rank's sign of life now."""
-        progress = self._progress
-        words = self._last_words or Heartbeat()
+    def heartbeat(self) -> Heartbeat:
+        """This rank's heartbeat now."""
+        activity = self._activity
+        reason = self._exit_reason or Heartbeat()
         return Heartbeat(
-            progress.step, progress.doing, progress.count(), progress.warm, progress.failed,
-            words.left, words.why,
+            activity.step, activity.doing, activity.count(), activity.warm, activity.failed,
+            reason.left, reason.why,
         )  # fmt: skip
 
 
 class HeartbeatServer(HeartbeatThread):
-    """Rank 0's: hears all, judges, and tells all."""
+    """Rank 0's thread: receives all heartbeats, detects failures and sends the verdict to all."""
 
     def __init__(
         self,
@@ -93,51 +93,51 @@ class HeartbeatServer(HeartbeatThread):
         token: str,
         hosts: Sequence[str],
         limits: Limits,
-        progress: Progress,
+        activity: ActivityTracker,
         end: End,
     ) -> None:
-        super().__init__(progress, end)
+        super().__init__(activity, end)
         self._listener = listener
         self._listener.setblocking(False)
         self._token = token
-        self._judge = FailureDetector(hosts, limits)
-        self._links: dict[int, Connection] = {}
+        self._detector = FailureDetector(hosts, limits)
+        self._connections: dict[int, Connection] = {}
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ, None)
 
     def watch(self) -> None:
-        """Hear and judge until every other rank has stopped too."""
+        """Receive and check heartbeats until every other rank has stopped too."""
         last = time.monotonic()
         while True:
             for key, _ in self._selector.select(INTERVAL / 4):
                 if key.data is None:
                     self._accept()
                 else:
-                    self._hear(key.data)
+                    self._receive(key.data)
             if self._stopping.is_set() and self._finished():
                 return
             now = time.monotonic()
             if now - last >= INTERVAL:
-                # A pause of this process is no silence of the others.
+                # A pause of this process must not count against the others.
                 seconds, last = min(now - last, 2 * INTERVAL), now
-                self._judge.heard(0, self.beat())
-                self._tell({})
-                verdict = self._judge.tick(seconds, self._progress.saved)
+                self._detector.heard(0, self.heartbeat())
+                self._send_to_all({})
+                verdict = self._detector.tick(seconds, self._activity.saved)
                 if verdict is not None:
-                    self._tell(dataclasses.asdict(verdict))
-                    time.sleep(INTERVAL / 4)  # let it leave before the connections break
+                    self._send_to_all(dataclasses.asdict(verdict))
+                    time.sleep(INTERVAL / 4)  # let it arrive before the connections break
                     self._end(verdict, True)
                     return
 
     def _finished(self) -> bool:
-        words = self._last_words
-        if words is None:
-            self._judge.stopped(0)
-            return self._judge.all_stopped(but=0)
-        self._judge.heard(0, self.beat())
-        verdict = self._judge.left(self._progress.saved, grace=0.0)
+        reason = self._exit_reason
+        if reason is None:
+            self._detector.stopped(0)
+            return self._detector.all_stopped(but=0)
+        self._detector.heard(0, self.heartbeat())
+        verdict = self._detector.left(self._activity.saved, grace=0.0)
         assert verdict is not None
-        self._tell(dataclasses.asdict(verdict))
+        self._send_to_all(dataclasses.asdict(verdict))
         return True
 
     def _accept(self) -> None:
@@ -147,72 +147,72 @@ class HeartbeatServer(HeartbeatThread):
                 connection, selectors.EVENT_READ, [Connection(connection), None]
             )
 
-    def _hear(self, entry: list[Any]) -> None:
-        """Take what one connection has brought; entry is the link and, once known, its rank."""
-        link, rank = entry
+    def _receive(self, entry: list[Any]) -> None:
+        """Handle a connection's messages; `entry` is the connection and its rank, once known."""
+        connection, rank = entry
         try:
-            for message in link.receive():
+            for message in connection.receive():
                 if rank is None:
-                    rank = entry[1] = self._introduced(link, message)
+                    rank = entry[1] = self._introduced(connection, message)
                 elif message.get("stopped"):
-                    self._judge.stopped(rank)
-                    link.send({"noted": True})
+                    self._detector.stopped(rank)
+                    connection.send({"acknowledged": True})
                 else:
-                    self._judge.heard(rank, Heartbeat(**message))
+                    self._detector.heard(rank, Heartbeat(**message))
                     if message["left"] is not None:
-                        link.send({"noted": True})
+                        connection.send({"acknowledged": True})
         except (OSError, TypeError, KeyError):
-            self._selector.unregister(link)
-            link.close()
-            if rank is not None and self._links.get(rank) is link:
-                del self._links[rank]
-                self._judge.closed(rank)
+            self._selector.unregister(connection)
+            connection.close()
+            if rank is not None and self._connections.get(rank) is connection:
+                del self._connections[rank]
+                self._detector.closed(rank)
 
-    def _introduced(self, link: Connection, message: dict[str, Any]) -> int:
+    def _introduced(self, connection: Connection, message: dict[str, Any]) -> int:
         if message["token"] != self._token:
             raise ConnectionError("not of this job")
         rank = int(message["rank"])
-        self._links[rank] = link
+        self._connections[rank] = connection
         return rank
 
-    def _tell(self, message: dict[str, Any]) -> None:
-        for link in self._links.values():
-            with suppress(OSError):  # a dead connection shows when it is read
-                link.send(message)
+    def _send_to_all(self, message: dict[str, Any]) -> None:
+        for connection in self._connections.values():
+            with suppress(OSError):  # reading will show that the connection is dead
+                connection.send(message)
 
     def close(self) -> None:
-        """Let all connections go; a rank that is still watching must not take it for a death."""
-        self._tell({"over": True})
-        for link in self._links.values():
-            link.close()
+        """Close all connections; a rank that still watches must not take that for a death."""
+        self._send_to_all({"over": True})
+        for connection in self._connections.values():
+            connection.close()
         self._listener.close()
 
 
 class HeartbeatClient(HeartbeatThread):
-    """Another rank's: tells rank 0 that it lives, and hears the verdict."""
+    """The thread of any other rank: sends its heartbeat to rank 0 and receives the verdict."""
 
     def __init__(
         self,
         rank: int,
         place: tuple[str, int, str],
-        link: Connection,
+        connection: Connection,
         hosts: Sequence[str],
         pids: Sequence[int],
         limits: Limits,
-        progress: Progress,
+        activity: ActivityTracker,
         end: End,
     ) -> None:
         """`place` is rank 0's address, port and the job's token."""
-        super().__init__(progress, end)
+        super().__init__(activity, end)
         self._rank = rank
         self._place = place
-        self._link: Connection | None = link
+        self._connection: Connection | None = connection
         self._hosts = hosts
         self._pids = pids
         self._limits = limits
 
     def watch(self) -> None:
-        """Report and listen until told to stop, by the main thread or by rank 0."""
+        """Report and listen until the main thread or rank 0 says to stop."""
         last, silent, closed = time.monotonic(), 0.0, 0.0
         while not self._stopping.is_set():
             messages = self._exchange(self._as_message())
@@ -225,69 +225,72 @@ class HeartbeatClient(HeartbeatThread):
             now = time.monotonic()
             seconds, last = min(now - last, 2 * INTERVAL), now
             silent = 0.0 if messages else silent + seconds
-            closed = closed + seconds if self._link is None else 0.0
-            if self._link is None and closed >= GRACE:
+            closed = closed + seconds if self._connection is None else 0.0
+            if self._connection is None and closed >= GRACE:
                 self._rank_0_lost(DIED)
                 return
             if self._limits.silence is not None and silent >= self._limits.silence:
                 self._rank_0_lost(silence(silent))
                 return
-        self._say_goodbye()
+        self._report_exit()
 
     def _as_message(self) -> dict[str, Any]:
-        return dataclasses.asdict(self.beat())
+        return dataclasses.asdict(self.heartbeat())
 
     def _exchange(self, message: dict[str, Any]) -> list[dict[str, Any]]:
-        """Send a message and hear what has come an interval later; mend a broken link."""
+        """Send a message, wait an interval, return what has arrived; reconnect if needed."""
         try:
-            if self._link is None:
+            if self._connection is None:
                 address, port, token = self._place
-                self._link = Connection.connect(address, port, INTERVAL)
-                self._link.send({"rank": self._rank, "token": token})
-            self._link.send(message)
+                self._connection = Connection.connect(address, port, INTERVAL)
+                self._connection.send({"rank": self._rank, "token": token})
+            self._connection.send(message)
             self._stopping.wait(INTERVAL)
-            return self._link.receive()
+            return self._connection.receive()
         except OSError:
             self.close()
-            self._link = None
+            self._connection = None
             self._stopping.wait(INTERVAL / 4)
             return []
 
     def _rank_0_lost(self, rule: str) -> None:
-        """Rank 0 cannot say it: on each host the first rank that lives does."""
-        progress = self._progress
+        """End the job: on each host, the first rank that is alive prints the line."""
+        activity = self._activity
         host = self._hosts[self._rank]
         before = [r for r in range(1, self._rank) if self._hosts[r] == host]
-        speak = not any(_lives(self._pids[r]) for r in before)
-        rule += f" while the job was at step {progress.step:,}"
-        line = lost_line([0], self._hosts, rule, progress.saved)
+        speak = not any(_is_alive(self._pids[r]) for r in before)
+        rule += f" while the job was at step {activity.step:,}"
+        line = lost_line([0], self._hosts, rule, activity.saved)
         self._end(Verdict(EXIT_LOST, line), speak)
 
-    def _say_goodbye(self) -> None:
-        """Tell rank 0, and wait until it has heard: it would take the end for a death."""
-        message = {"stopped": True} if self._last_words is None else self._as_message()
-        heard = self._exchange(message)
+    def _report_exit(self) -> None:
+        """Tell rank 0 and wait for its answer, or it would take the exit for a death."""
+        message = {"stopped": True} if self._exit_reason is None else self._as_message()
+        answers = self._exchange(message)
         give_up = time.monotonic() + GRACE
-        while self._link is not None and time.monotonic() < give_up:
-            if any("noted" in told or "over" in told or "code" in told for told in heard):
+        while self._connection is not None and time.monotonic() < give_up:
+            if any(
+                "acknowledged" in answer or "over" in answer or "code" in answer
+                for answer in answers
+            ):
                 return
             time.sleep(INTERVAL / 50)
             try:
-                heard = self._link.receive()
+                answers = self._connection.receive()
             except OSError:
                 return
 
     def abandon(self) -> None:
-        """Let rank 0 know that nothing more will be heard of this rank."""
+        """Tell rank 0 not to expect further heartbeats of this rank."""
         self._exchange({"stopped": True})
 
     def close(self) -> None:
         """Close the connection."""
-        if self._link is not None:
-            self._link.close()
+        if self._connection is not None:
+            self._connection.close()
 
 
-def _lives(pid: int) -> bool:
+def _is_alive(pid: int) -> bool:
     """Whether a process of this host is alive; a zombie is not."""
     try:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)

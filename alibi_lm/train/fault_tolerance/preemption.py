@@ -1,4 +1,7 @@
-"""Being asked to stop: SIGTERM, SIGUSR1, a time limit, or a STOP file in the run folder."""
+"""Requests to stop: SIGTERM, SIGUSR1, a time limit, or a STOP file in the run folder.
+
+A request only sets a flag; `train.loop` saves and returns. `utils.exit` describes the whole path.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,17 @@ from types import FrameType
 
 STOP_FILE = "STOP"
 _LOOK_EVERY = 1.0
-"""Seconds between looks for the STOP file, which may lie on slow storage."""
+"""Seconds between checks for the STOP file, which may be on slow storage."""
 
 
 class Preemption:
     """Whether this rank has been asked to stop.
 
-    The ranks tell each other with every step's loss, so that all stop after the same step.
+    The ranks exchange it with every step's loss, so that all stop after the same step.
     """
 
     def __init__(self, run: Path | None, max_minutes: float | None) -> None:
-        """Watch the signals; `run` (rank 0 only) is looked at for the STOP file."""
+        """Handle the signals; `run` (rank 0 only) is where the STOP file may appear."""
         self.reason: str | None = None
         self._stop_file = None if run is None else run / STOP_FILE
         self._deadline = None if max_minutes is None else time.monotonic() + 60 * max_minutes
@@ -42,6 +45,6 @@ class Preemption:
         return self.reason is not None
 
     def acknowledge(self) -> None:
-        """The checkpoint is written: the STOP file must not stop the next start too."""
+        """Delete the STOP file once the checkpoint is written, so that the next start goes on."""
         if self._stop_file is not None:
             self._stop_file.unlink(missing_ok=True)

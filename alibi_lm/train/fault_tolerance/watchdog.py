@@ -1,9 +1,10 @@
-"""Ending a job in which a rank has died, lost its host or got stuck, with one line that says so.
+"""Ends a job in which a rank has died, lost its host or hangs, with one line that names it.
 
-Every rank has a thread that tells rank 0 once a second that it lives, what it does and whether it
-moves on, over a connection of its own: the collectives know nothing of it. Rank 0 judges
-(`FailureDetector`) and tells all; that rank 0 itself is gone, each of the others sees for itself.
-A rank that is told ends its process at once, since its main thread may hang in a collective.
+A thread of every rank sends rank 0 a heartbeat once a second: that it is alive, what it does and
+whether it makes progress. It has a TCP connection of its own, independent of the collectives. Rank
+0 decides (`FailureDetector`) and sends its verdict to all; each of the others detects for itself
+that rank 0 is gone. A rank that gets a verdict ends its process at once, because its main thread
+may hang in a collective.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ import torch.distributed as dist
 from alibi_lm.parallel.process_group import gather, rank, world_size
 from alibi_lm.train.fault_tolerance.connection import Connection, listen
 from alibi_lm.train.fault_tolerance.failure_detector import GRACE, Heartbeat, Limits, Verdict
-from alibi_lm.train.fault_tolerance.heartbeat import Progress
+from alibi_lm.train.fault_tolerance.heartbeat import ActivityTracker
 from alibi_lm.train.fault_tolerance.heartbeat_server import (
     HeartbeatClient,
     HeartbeatServer,
     HeartbeatThread,
 )
 from alibi_lm.utils.errors import EXIT_INTERRUPTED, UserError
+from alibi_lm.utils.exit import end_now
 from alibi_lm.utils.logging import console
 
 _CONNECT_SECONDS = 20.0
@@ -39,17 +41,17 @@ _LINGER_SECONDS = 3.0
 
 
 @contextmanager
-def watched(address: str, limits: Limits, progress: Progress, log: Path) -> Iterator[None]:
+def watched(address: str, limits: Limits, activity: ActivityTracker, log: Path) -> Iterator[None]:
     """Watch all ranks while the body runs; every rank enters it. `address` is rank 0's.
 
     The process ends inside with the verdict's code if a rank is lost. An error of the body is
-    told to the other ranks, so that they end too, and raised.
+    reported to the other ranks, so that they end too, and re-raised.
     """
     if world_size() == 1:
         yield
         return
     watcher = _start(
-        address, limits, progress, Ending(log, 0.0 if rank() == 0 else _LINGER_SECONDS)
+        address, limits, activity, Ending(log, 0.0 if rank() == 0 else _LINGER_SECONDS)
     )
     if watcher is None:
         yield
@@ -58,10 +60,10 @@ def watched(address: str, limits: Limits, progress: Progress, log: Path) -> Iter
         yield
     except BaseException as error:
         if is_communication_failure(error):
-            # Some rank has gone: wait until it is known which, and the thread ends the process.
-            progress.failed = " ".join(str(error).split())[:500]
+            # Some rank is gone: once it is known which, the thread ends the process.
+            activity.failed = " ".join(str(error).split())[:500]
             watcher.join((limits.silence or 60.0) + 2 * GRACE)
-        _leave(watcher, error)
+        _send_exit_reason(watcher, error)
         raise
     watcher.stop(None, _STOP_SECONDS)
 
@@ -74,7 +76,7 @@ def is_communication_failure(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and ("gloo/transport" in text or "NCCL error" in text)
 
 
-def _leave(watcher: HeartbeatThread, error: BaseException) -> None:
+def _send_exit_reason(watcher: HeartbeatThread, error: BaseException) -> None:
     if isinstance(error, UserError) and error.raised_on_all_ranks:
         watcher.stop(None, _STOP_SECONDS)
     elif isinstance(error, UserError):
@@ -91,20 +93,20 @@ class Ending:
     """How a verdict ends this process."""
 
     log: Path
-    """train.log, in which the line is written too."""
+    """train.log, which gets the line too."""
     linger: float
-    """Seconds to stay after speaking, so that the host's other ranks see that one has spoken."""
+    """Seconds to stay alive after printing, so that the host's other ranks do not print too."""
 
     def __call__(self, verdict: Verdict, speak: bool) -> None:
-        """End the process; `speak` says whether it is this rank that writes the line."""
+        """End the process; `speak` is whether this rank prints the line."""
         if speak and verdict.line is not None:
             line = verdict.line
-            # The terminal or the storage may be what is gone: neither may hold up the end.
+            # The terminal or the storage may be what failed: neither may hold up the exit.
             writer = threading.Thread(target=self._write, args=(line,), daemon=True)
             writer.start()
             writer.join(_WRITE_SECONDS)
             time.sleep(self.linger)
-        os._exit(verdict.code)
+        end_now(verdict.code)
 
     def _write(self, line: str) -> None:
         if console.muted:
@@ -115,38 +117,38 @@ class Ending:
 
 
 def _start(
-    address: str, limits: Limits, progress: Progress, end: Callable[[Verdict, bool], None]
+    address: str, limits: Limits, activity: ActivityTracker, end: Callable[[Verdict, bool], None]
 ) -> HeartbeatThread | None:
     """Connect every rank with rank 0; None, with a warning, where that cannot be done."""
     listener = listen() if rank() == 0 else None
     port = None if listener is None else int(listener.getsockname()[1])
     own = {"host": socket.gethostname(), "pid": os.getpid(), "port": port}
     table = gather(own | {"token": secrets.token_hex(16)})
-    token, link, failure = table[0]["token"], None, None
+    token, connection, failure = table[0]["token"], None, None
     if listener is None:
         try:
-            link = Connection.connect(address, table[0]["port"], _CONNECT_SECONDS)
-            link.send({"rank": rank(), "token": token})
+            connection = Connection.connect(address, table[0]["port"], _CONNECT_SECONDS)
+            connection.send({"rank": rank(), "token": token})
         except OSError as error:
             failure = f"rank {rank()} on {own['host']}: {error}"
     failures = [text for text in gather(failure) if text is not None]
     if failures:
         console.warning(
-            "ranks that die or hang will not be told of: rank 0 cannot be reached at "
+            "dead or hanging ranks will not be detected: rank 0 cannot be reached at "
             f"{address}:{table[0]['port']} by {len(failures)} ranks, first {failures[0]}"
         )
-        for opened in (listener, link):
+        for opened in (listener, connection):
             if opened is not None:
                 opened.close()
         return None
     hosts = [str(entry["host"]) for entry in table]
     watcher: HeartbeatThread
     if listener is not None:
-        watcher = HeartbeatServer(listener, token, hosts, limits, progress, end)
+        watcher = HeartbeatServer(listener, token, hosts, limits, activity, end)
     else:
-        assert link is not None
+        assert connection is not None
         pids = [int(entry["pid"]) for entry in table]
         place = (address, int(table[0]["port"]), token)
-        watcher = HeartbeatClient(rank(), place, link, hosts, pids, limits, progress, end)
+        watcher = HeartbeatClient(rank(), place, connection, hosts, pids, limits, activity, end)
     watcher.start()
     return watcher

@@ -1,4 +1,4 @@
-"""What a run tells: the log line, metrics.jsonl, validation.jsonl and its boards. Rank 0 only."""
+"""A run's log line, metrics.jsonl, validation.jsonl and metric writers. Rank 0 only."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Metrics:
     def __init__(
         self, run: Path, num_steps: int, start_step: int, writers: Sequence[MetricWriter] = ()
     ) -> None:
-        """Open the run's files; the boards are closed with them."""
+        """Open the run's files; the metric writers are closed with them."""
         self._num_steps = num_steps
         self._started_at_step = start_step
         self._started = self._last_time = time.perf_counter()
@@ -32,7 +32,7 @@ class Metrics:
         run.mkdir(parents=True, exist_ok=True)
         self._training = _open_after(run / "metrics.jsonl", start_step)
         self._validation = _open_after(run / "validation.jsonl", start_step)
-        self._boards = writers
+        self._writers = writers
 
     def log(
         self,
@@ -109,29 +109,29 @@ class Metrics:
         console.info(f"step {step:,}/{self._num_steps:,}  validation loss by length  {shown}")
 
     def pause(self, seconds: float) -> None:
-        """Take time spent on something else than training out of the rates."""
+        """Leave time spent on anything but training out of the rates."""
         self._last_time += seconds
         self._started += seconds
 
     def flush(self) -> None:
-        """Put everything reported so far on the disk."""
+        """Write everything reported so far to the disk."""
         for file in (self._training, self._validation):
             file.flush()
             os.fsync(file.fileno())
-        for board in self._boards:
-            board.flush()
+        for writer in self._writers:
+            writer.flush()
 
     def close(self) -> None:
-        """Flush and close, as far as the disk has room: every save has flushed before."""
-        writers = [board.close for board in self._boards]
-        for action in (self.flush, self._training.close, self._validation.close, *writers):
+        """Flush and close, ignoring a full disk: every save has flushed before."""
+        closes = [writer.close for writer in self._writers]
+        for action in (self.flush, self._training.close, self._validation.close, *closes):
             with suppress(OSError):
                 action()
 
     def _scalars(self, step: int, values: dict[str, float | None]) -> None:
         known = {name: value for name, value in values.items() if value is not None}
-        for board in self._boards:
-            board.scalars(step, known)
+        for writer in self._writers:
+            writer.scalars(step, known)
 
 
 def _write(file: TextIO, line: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ from alibi_lm.utils.logging import console
 WANDB_ID = "wandb.json"
 """The file of a run folder that holds its id at Weights & Biases."""
 CURVES = ("train/loss",)
-"""What TensorBoard's table of hyper-parameters shows beside them; validation losses come too."""
+"""Curves in TensorBoard's table of hyperparameters, beside the validation losses."""
 
 
 class MetricWriter(Protocol):
@@ -34,10 +34,10 @@ class MetricWriter(Protocol):
         """Add a point at `step` to each of these curves."""
 
     def flush(self) -> None:
-        """Put everything on the disk."""
+        """Write everything to the disk."""
 
     def close(self) -> None:
-        """Flush and end."""
+        """Flush and close."""
 
 
 class TensorBoardWriter:
@@ -68,11 +68,11 @@ class TensorBoardWriter:
             self._writer.add_scalar(name, value, step)
 
     def flush(self) -> None:
-        """Put everything on the disk."""
+        """Write everything to the disk."""
         self._writer.flush()
 
     def close(self) -> None:
-        """Flush and end."""
+        """Flush and close."""
         self._writer.close()
 
 
@@ -87,13 +87,13 @@ def _lengths(config: Config) -> list[int]:
 
 
 class WandbWriter:
-    """A run at Weights & Biases, which the same run folder goes on with after a stop."""
+    """A run at Weights & Biases, which the same run folder resumes after a stop."""
 
     def __init__(self, config: Config) -> None:
-        """Start it, or go on with it.
+        """Start or resume it.
 
         Raises:
-            ConfigError: there is no way to the server, and no offline mode was asked for.
+            ConfigError: the server cannot be reached, and offline mode is not set.
         """
         import wandb
 
@@ -110,7 +110,7 @@ class WandbWriter:
                 id=identity,
                 resume="allow",
                 dir=str(run),
-                # Our log is not theirs to catch, nor our terminal theirs to write on.
+                # W&B must neither capture our log nor write to the terminal.
                 settings=wandb.Settings(console="off", silent=True),
             )
         except wandb.Error as error:
@@ -119,7 +119,7 @@ class WandbWriter:
             problem = Problem("train.wandb.project", settings.project, rule, fix)
             raise ConfigError(problem) from None
         write_json(run / WANDB_ID, {"id": identity})
-        # A step that a killed run had reached comes again: steps are an axis, not a counter.
+        # A resumed run repeats steps after its checkpoint: steps are an axis, not a counter.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
         console.info(f"wandb {self._run.dir if self._run.offline else self._run.url}")
@@ -133,7 +133,7 @@ class WandbWriter:
         self._run.log({"step": step, **values})
 
     def flush(self) -> None:
-        """Nothing: another process writes."""
+        """Do nothing: another process writes."""
 
     def close(self) -> None:
         """Wait until everything is written or sent."""

@@ -218,7 +218,7 @@ def full_disk(
     code, output = start(run)
     if newest == f"step_{NUM_STEPS:08d}":
         # Only the writing of `latest` has failed, which nothing depends on.
-        assert "has done its 12 steps already" in output, output
+        assert "has already done its 12 steps" in output, output
         (run / "checkpoints" / LATEST).write_text(newest + "\n", encoding="utf-8")
     else:
         assert f"from {newest} (" in output, output

@@ -135,7 +135,7 @@ def test_a_run_over_two_hosts_is_stopped_loses_a_host_and_goes_on_alone(
     wait_for("the lost host's ranks' end", lambda: not ranks(second), SILENCE + 60)
     pair.mend(second)
     (line,) = [text for text in output.splitlines() if "error: rank" in text]
-    assert "error: ranks 2 and 3 on host-b (all of that host): gave no sign of life" in line
+    assert "error: ranks 2 and 3 on host-b (all of that host): sent no heartbeat" in line
     assert re.search(r"while the job was at step \d+", line)
     assert f"checkpoints/step_{stopped.step + 2:08d}" in line
     assert "Traceback" not in output
@@ -170,8 +170,8 @@ def test_without_rank_0s_host_the_other_goes_on(pair: TwoHosts, tmp_path: Path) 
     pair.mend(first)
     # The hosts share this machine's files, so the log has what each of them says of the other.
     log = (run / "train.log").read_text()
-    assert log.count("rank 0 on host-a: gave no sign of life") == 1
-    assert log.count("ranks 2 and 3 on host-b (all of that host): gave no sign of life") == 1
+    assert log.count("rank 0 on host-a: sent no heartbeat") == 1
+    assert log.count("ranks 2 and 3 on host-b (all of that host): sent no heartbeat") == 1
     saved = open_run(run).step
     job = Job(second, tmp_path, [second], str(config), *LAYOUT, f"train.num_steps={saved + 3}")
     assert job.wait() == 0, job.read()

@@ -29,7 +29,7 @@ def test_layout_changes_on_resume_and_the_run_says_when_it_is_done(tmp_path: Pat
     assert_same_states(plain / "run", changing / "run", tolerance=2e-5)
     before = metrics(changing / "run")
     again = launch(config, "train.num_steps=12", ranks=0)
-    assert "has done its 12 steps already" in again.stdout
+    assert "has already done its 12 steps" in again.stdout
     assert metrics(changing / "run") == before
 
 

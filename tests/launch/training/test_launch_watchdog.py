@@ -97,7 +97,7 @@ def test_a_killed_a_stopped_and_a_stuck_rank_each_end_the_job_with_one_line(
 
     code, output = launch_and(config, when=reaches(run, 6), then=pause_then_kill)
     (line,) = lost_lines(output)
-    assert line.startswith(f"error: rank 1 on {HOST}: ended without a word")
+    assert line.startswith(f"error: rank 1 on {HOST}: died without an error")
     assert re.search(r"while the job was at step \d+;", line)
     assert "last checkpoint" in line
     assert "Traceback" not in output
@@ -107,7 +107,7 @@ def test_a_killed_a_stopped_and_a_stuck_rank_each_end_the_job_with_one_line(
     def stop(pids: list[int]) -> None:
         os.kill(pids[0], signal.SIGSTOP)
         give_up = time.monotonic() + 60
-        while f"rank 0 on {HOST}: gave no sign of life" not in log.read_text():
+        while f"rank 0 on {HOST}: sent no heartbeat" not in log.read_text():
             assert time.monotonic() < give_up, log.read_text()
             time.sleep(0.05)
         os.kill(pids[0], signal.SIGKILL)  # the launcher would wait 30 s for it
@@ -115,7 +115,7 @@ def test_a_killed_a_stopped_and_a_stuck_rank_each_end_the_job_with_one_line(
     code, output = launch_and(config, when=reaches(run, 6), then=stop)
     (line,) = lost_lines(output)
     assert "resume" in output
-    assert line.startswith(f"error: rank 0 on {HOST}: gave no sign of life for 8 s")
+    assert line.startswith(f"error: rank 0 on {HOST}: sent no heartbeat for 8 s")
     assert re.search(r"while the job was at step \d+;", line)
     assert "Traceback" not in output
 
@@ -124,7 +124,7 @@ def test_a_killed_a_stopped_and_a_stuck_rank_each_end_the_job_with_one_line(
         tmp_path, config, "time.sleep(1000)", "train.hang_timeout_minutes=0.1", "train.keep_last=99"
     )
     (line,) = lost_lines(output)
-    assert line.startswith(f"error: rank 1 on {HOST}: does not move on: still for 6 s at step ")
+    assert line.startswith(f"error: rank 1 on {HOST}: makes no progress: stuck for 6 s at step ")
     assert f"at step {before + 5}, reading data; the other ranks wait" in line
     assert "Traceback" not in output
     assert code == EXIT_LOST
@@ -143,6 +143,6 @@ def test_a_defect_keeps_its_traceback_and_is_named_by_the_others(tmp_path: Path)
     assert output.count("Traceback") == 1
     assert "ValueError: a defect" in output
     (line,) = lost_lines(output)
-    assert line.startswith(f"error: rank 1 on {HOST}: ended on an error of the program at step 5")
+    assert line.startswith(f"error: rank 1 on {HOST}: failed with a defect at step 5")
     assert "ValueError: a defect" in line
     assert code != 0

@@ -49,10 +49,10 @@ def test_a_silent_host_is_named_with_its_ranks_and_the_step(judge: FailureDetect
     assert verdict is not None
     assert verdict.code == EXIT_LOST
     assert verdict.line is not None
-    assert verdict.line.startswith("ranks 2 and 3 on node-2 (all of that host): gave no sign")
+    assert verdict.line.startswith("ranks 2 and 3 on node-2 (all of that host): sent no heartbeat")
     assert "for 30 s" in verdict.line
-    assert "while the job was at step 12; last heard of at step 12, computing" in verdict.line
-    assert verdict.line.endswith(f"goes on from the last checkpoint, {SAVED}")
+    assert "while the job was at step 12; last seen at step 12, computing" in verdict.line
+    assert verdict.line.endswith(f"resumes from the last checkpoint, {SAVED}")
 
 
 def test_a_short_silence_is_none(judge: FailureDetector) -> None:
@@ -81,7 +81,7 @@ def test_a_process_that_ended_is_named_after_the_grace_and_not_if_it_comes_back(
     verdict = run(judge, int(GRACE) + 1, but=(1,))
     assert verdict is not None
     assert verdict.line is not None
-    assert verdict.line.startswith("rank 1 on node-1: ended without a word")
+    assert verdict.line.startswith("rank 1 on node-1: died without an error")
     assert "at step 12" in verdict.line
 
 
@@ -108,7 +108,9 @@ def test_the_rank_furthest_back_is_the_one_that_is_stuck(judge: FailureDetector)
     verdict = still(3)
     assert verdict is not None
     assert verdict.line is not None
-    assert verdict.line.startswith("rank 2 on node-2: does not move on: still for 300 s at step 13")
+    assert verdict.line.startswith(
+        "rank 2 on node-2: makes no progress: stuck for 300 s at step 13"
+    )
     assert "reading data; the other ranks wait" in verdict.line
 
 
@@ -129,7 +131,7 @@ def test_the_start_may_take_longer() -> None:
         if verdict is not None:
             assert verdict.line is not None
             assert "ranks 0 and 1 on node-1 (all of that host), ranks 2 and 3" in verdict.line
-            assert verdict.line.endswith("begins again, as there is no checkpoint yet")
+            assert verdict.line.endswith("starts over, as there is no checkpoint yet")
             return
     raise AssertionError("never stuck")
 
@@ -144,7 +146,7 @@ def test_after_a_failed_collective_less_is_enough(judge: FailureDetector) -> Non
         if verdict is not None:
             assert second == 9  # the fixture's last second counts
             assert verdict.line is not None
-            assert verdict.line.startswith("rank 3 on node-2: gave no sign of life for 10 s")
+            assert verdict.line.startswith("rank 3 on node-2: sent no heartbeat for 10 s")
             return
     raise AssertionError("never judged")
 
@@ -163,9 +165,7 @@ def test_one_that_leaves_by_a_defect_is_named_with_its_error(judge: FailureDetec
     assert verdict is not None
     assert verdict.code == EXIT_LOST
     assert verdict.line is not None
-    assert (
-        "rank 2 on node-2: ended on an error of the program at step 12, computing" in verdict.line
-    )
+    assert "rank 2 on node-2: failed with a defect at step 12, computing" in verdict.line
     assert "ValueError: wrong shape" in verdict.line
 
 
@@ -184,4 +184,4 @@ def test_many_lost_ranks_are_counted_not_listed() -> None:
         verdict = judge.tick(1.0, None)
     assert verdict is not None
     assert verdict.line is not None
-    assert "node-3 (all of that host) and 12 more hosts: gave" in verdict.line
+    assert "node-3 (all of that host) and 12 more hosts: sent" in verdict.line

@@ -1,4 +1,4 @@
-"""The watchdog's threads over real connections: rank 0's hub and clients, all in this process."""
+"""The watchdog's threads over real connections: server and clients, all in this process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from alibi_lm.model.decoder import Decoder
 from alibi_lm.train.fault_tolerance import heartbeat_server
 from alibi_lm.train.fault_tolerance.connection import Connection, listen
 from alibi_lm.train.fault_tolerance.failure_detector import Heartbeat, Limits, Verdict
-from alibi_lm.train.fault_tolerance.heartbeat import COMPUTING, STARTING, Progress
+from alibi_lm.train.fault_tolerance.heartbeat import COMPUTING, STARTING, ActivityTracker
 from alibi_lm.train.fault_tolerance.heartbeat_server import HeartbeatClient, HeartbeatServer
 from alibi_lm.train.fault_tolerance.watchdog import is_communication_failure
 from alibi_lm.utils.errors import EXIT_LOST, EXIT_NOT_FINITE
@@ -35,27 +35,27 @@ class Team:
 
     def __init__(self, silence: float | None = 60.0) -> None:
         self.ends: queue.Queue[tuple[int, Verdict, bool]] = queue.Queue()
-        self.progress = [Progress() for _ in HOSTS]
-        for each in self.progress:
+        self.activity = [ActivityTracker() for _ in HOSTS]
+        for each in self.activity:
             each.at(COMPUTING, 7)
         self.limits = Limits(silence, None)
         listener = listen()
         self.port = listener.getsockname()[1]
-        self.hub = HeartbeatServer(
-            listener, TOKEN, HOSTS, self.limits, self.progress[0], self._ends(0)
+        self.server = HeartbeatServer(
+            listener, TOKEN, HOSTS, self.limits, self.activity[0], self._ends(0)
         )
         self.clients = [self._client(rank) for rank in (1, 2)]
-        for watcher in (self.hub, *self.clients):
+        for watcher in (self.server, *self.clients):
             watcher.start()
-        self.wait(lambda: len(self.hub._links) == 2)
+        self.wait(lambda: len(self.server._connections) == 2)
 
     def _client(self, rank: int) -> HeartbeatClient:
         place = ("127.0.0.1", self.port, TOKEN)
-        link = Connection.connect("127.0.0.1", self.port, 5.0)
-        link.send({"rank": rank, "token": TOKEN})
+        connection = Connection.connect("127.0.0.1", self.port, 5.0)
+        connection.send({"rank": rank, "token": TOKEN})
         pids = [os.getpid()] * len(HOSTS)
         return HeartbeatClient(
-            rank, place, link, HOSTS, pids, self.limits, self.progress[rank], self._ends(rank)
+            rank, place, connection, HOSTS, pids, self.limits, self.activity[rank], self._ends(rank)
         )
 
     def _ends(self, rank: int) -> Callable[[Verdict, bool], None]:
@@ -76,7 +76,7 @@ class Team:
     def stop(self) -> None:
         threads = [
             threading.Thread(target=watcher.stop, args=(None, 10.0))
-            for watcher in (*self.clients, self.hub)
+            for watcher in (*self.clients, self.server)
         ]
         for thread in threads:
             thread.start()
@@ -94,31 +94,31 @@ def test_a_clean_end_is_nobodys_death(quick: None) -> None:
     time.sleep(0.2)
     team.stop()
     assert team.ends.empty()
-    assert not any(watcher.is_alive() for watcher in (team.hub, *team.clients))
+    assert not any(watcher.is_alive() for watcher in (team.server, *team.clients))
 
 
 def test_a_rank_that_dies_is_told_to_all_and_said_once(quick: None) -> None:
     team = Team()
     dead = team.clients[1]
     dead._exchange = lambda message: [{}] * dead._stopping.wait(60)  # type: ignore[method-assign]
-    assert team.clients[1]._link is not None
-    team.clients[1]._link._socket.shutdown(socket.SHUT_RDWR)  # what the kernel does at an end
+    assert team.clients[1]._connection is not None
+    team.clients[1]._connection._socket.shutdown(socket.SHUT_RDWR)  # what the kernel does at an end
     ends = sorted([team.end(), team.end()], key=lambda end: end[0])
     assert [end[0] for end in ends] == [0, 1]
     assert [end[2] for end in ends] == [True, False]
     assert ends[0][1] == ends[1][1]
     assert ends[0][1].code == EXIT_LOST
     assert ends[0][1].line is not None
-    assert ends[0][1].line.startswith("rank 2 on node-2: ended without a word")
+    assert ends[0][1].line.startswith("rank 2 on node-2: died without an error")
     team.clients[1].stop(None, 10.0)
 
 
 def test_a_broken_connection_is_made_again(quick: None) -> None:
     team = Team()
-    before = team.hub._links[1]
-    assert team.clients[0]._link is not None
-    team.clients[0]._link._socket.shutdown(socket.SHUT_RDWR)
-    team.wait(lambda: team.hub._links.get(1, before) is not before)
+    before = team.server._connections[1]
+    assert team.clients[0]._connection is not None
+    team.clients[0]._connection._socket.shutdown(socket.SHUT_RDWR)
+    team.wait(lambda: team.server._connections.get(1, before) is not before)
     time.sleep(0.2)
     team.stop()
     assert team.ends.empty()
@@ -126,15 +126,15 @@ def test_a_broken_connection_is_made_again(quick: None) -> None:
 
 def test_rank_0_silent_is_said_by_the_first_rank_of_each_host(quick: None) -> None:
     team = Team(silence=0.5)
-    team.hub._tell = lambda message: None  # type: ignore[method-assign]
+    team.server._send_to_all = lambda message: None  # type: ignore[method-assign]
     ends = sorted([team.end(), team.end()], key=lambda end: end[0])
     assert [(rank, speak) for rank, _, speak in ends] == [(1, True), (2, True)]
     for _, verdict, _ in ends:
         assert verdict.code == EXIT_LOST
         assert verdict.line is not None
-        assert verdict.line.startswith("rank 0 on node-1: gave no sign of life")
+        assert verdict.line.startswith("rank 0 on node-1: sent no heartbeat")
         assert "at step 7" in verdict.line
-    team.hub.stop(None, 10.0)
+    team.server.stop(None, 10.0)
 
 
 def test_last_words_reach_rank_0_before_the_connection_goes(quick: None) -> None:
@@ -147,7 +147,7 @@ def test_last_words_reach_rank_0_before_the_connection_goes(quick: None) -> None
 
 def test_rank_0_leaving_takes_the_others_along(quick: None) -> None:
     team = Team()
-    team.hub.stop(Heartbeat(left=1, why="ValueError: no"), 10.0)
+    team.server.stop(Heartbeat(left=1, why="ValueError: no"), 10.0)
     ends = [team.end(), team.end()]
     assert {end[0] for end in ends} == {1, 2}
     for _, verdict, speak in ends:
@@ -158,14 +158,14 @@ def test_rank_0_leaving_takes_the_others_along(quick: None) -> None:
 def test_a_defect_of_the_watchdog_ends_no_job(
     quick: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for broken in ("client", "hub"):
+    for broken in ("client", "server"):
         team = Team()
         if broken == "client":
             team.clients[1]._as_message = lambda: 1 / 0  # type: ignore
             team.clients[1].join(10.0)
         else:
-            team.hub._judge.tick = lambda *_: 1 / 0  # type: ignore
-            team.hub.join(10.0)
+            team.server._detector.tick = lambda *_: 1 / 0  # type: ignore
+            team.server.join(10.0)
         time.sleep(0.3)
         assert team.ends.empty()
         team.stop()
@@ -179,59 +179,59 @@ def test_strangers_are_not_heard(quick: None) -> None:
             stranger.sendall(first)
             stranger.settimeout(10)
             assert stranger.recv(100) == b""
-    assert set(team.hub._links) == {1, 2}
+    assert set(team.server._connections) == {1, 2}
     team.stop()
     assert team.ends.empty()
 
 
 def test_a_message_before_the_end_of_a_connection_is_not_lost() -> None:
     with listen() as listener:
-        link = Connection.connect("127.0.0.1", listener.getsockname()[1], 5.0)
+        connection = Connection.connect("127.0.0.1", listener.getsockname()[1], 5.0)
         one, _ = listener.accept()
     one.sendall(b'{"a": 1}\n{"b"')
     one.sendall(b": 2}\n")
     one.close()
-    select.select([link], [], [], 10.0)
-    assert link.receive() == [{"a": 1}, {"b": 2}]
+    select.select([connection], [], [], 10.0)
+    assert connection.receive() == [{"a": 1}, {"b": 2}]
     with pytest.raises(ConnectionError):
-        link.receive()
-    link.close()
+        connection.receive()
+    connection.close()
 
 
 def test_progress_moves_with_phases_layers_files_and_debuggers(tmp_path: Path) -> None:
-    progress = Progress()
-    progress.count()
-    assert progress.doing == STARTING
-    assert progress.count() == progress.count()
+    activity = ActivityTracker()
+    activity.count()
+    assert activity.doing == STARTING
+    assert activity.count() == activity.count()
     for change in (
-        lambda: progress.at(COMPUTING, 1),
+        lambda: activity.at(COMPUTING, 1),
         lambda: (tmp_path / "file").write_bytes(bytes(3 << 20)),
     ):
-        before = progress.count()
+        before = activity.count()
         change()
-        assert progress.count() > before
+        assert activity.count() > before
     model = Decoder(ModelConfig(num_layers=1, hidden_size=8, num_heads=2, vocab_size=16))
-    progress.follow(model)
-    before = progress.count()
+    activity.follow(model)
+    before = activity.count()
     model(torch.zeros(1, 2, dtype=torch.int64))
-    assert progress.count() > before
-    assert not progress.warm
-    progress.at(COMPUTING, 2)
-    assert progress.warm
+    assert activity.count() > before
+    assert not activity.warm
+    activity.at(COMPUTING, 2)
+    assert activity.warm
 
 
 def test_a_rank_in_a_debugger_is_not_stuck() -> None:
-    progress = Progress()
-    source = "def look(progress): return [progress.count() for _ in range(3)]"
+    activity = ActivityTracker()
+    source = "def look(activity): return [activity.count() for _ in range(3)]"
     names: dict[str, object] = {"__name__": "pdb"}
     exec(source, names)
-    counts = names["look"](progress)  # type: ignore[operator]
+    counts = names["look"](activity)  # type: ignore[operator]
     assert len(set(counts)) == 3
 
 
 def test_messages_are_json_lines() -> None:
-    beat = heartbeat_server.dataclasses.asdict(Heartbeat(3, COMPUTING, 4, failed="x"))
-    assert Heartbeat(**json.loads(json.dumps(beat))) == Heartbeat(3, COMPUTING, 4, failed="x")
+    heartbeat = heartbeat_server.dataclasses.asdict(Heartbeat(3, COMPUTING, 4, failed="x"))
+    assert Heartbeat(**json.loads(json.dumps(heartbeat))) == Heartbeat(3, COMPUTING, 4, failed="x")
 
 
 @pytest.mark.parametrize(
