@@ -201,7 +201,9 @@ def _horizons(
         for kernel in kernels:
             request = AttentionRequest(slopes, None, None, EPSILON)
             q, k, v = inputs[:3]
-            if not KERNELS[kernel].pruning or KERNELS[kernel].unsupported_reason(q, k, v, request):
+            if not KERNELS[kernel].prunes(length) or KERNELS[kernel].unsupported_reason(
+                q, k, v, request
+            ):
                 continue
             own, ours = (
                 float((_run(inputs, slopes, None, kernel, epsilon)[0].double() - exact)
@@ -256,7 +258,7 @@ def _timings(
             variants: list[tuple[str, tuple[float, ...] | None, float]] = [
                 ("", slopes, 0.0), (" without bias", None, 0.0)
             ]  # fmt: skip
-            if KERNELS[kernel].pruning:
+            if KERNELS[kernel].prunes(length):
                 variants.append((" pruning", slopes, 1e-6))
             for suffix, biases, epsilon in variants:
                 request = AttentionRequest(biases, None, None, epsilon)

@@ -6,9 +6,13 @@ Source: Press, Smith, Lewis, "Train Short, Test Long" (2022), section 3 and the 
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
+
+Slopes: TypeAlias = tuple[float, ...] | Tensor
+"""Slopes of some heads: exact on the host, or a tensor [H] on the device that computes."""
 
 
 @lru_cache(maxsize=64)
@@ -40,8 +44,8 @@ def _geometric(num_heads: int) -> list[float]:
 def slice_slopes(slopes: tuple[float, ...], rank: int, size: int) -> tuple[float, ...]:
     """The slopes of the heads that `rank` of `size` tensor-parallel ranks holds.
 
-    They are a contiguous slice of the whole model's schedule. A schedule made anew for the local
-    head count would be another model.
+    They are a contiguous slice of the whole model's schedule. The schedule of the local head count
+    would be another model.
 
     Raises:
         ValueError: the heads do not divide by `size`, or there is no such rank.
@@ -49,18 +53,31 @@ def slice_slopes(slopes: tuple[float, ...], rank: int, size: int) -> tuple[float
     if size < 1 or len(slopes) % size:
         raise ValueError(f"{len(slopes)} heads do not divide over {size} ranks")
     if not 0 <= rank < size:
-        raise ValueError(f"there is no rank {rank} of {size}")
+        raise ValueError(f"rank {rank} is not in [0, {size})")
     share = len(slopes) // size
     return slopes[rank * share : (rank + 1) * share]
 
 
-def learned_slopes(start: tuple[float, ...], log_ratio: Tensor) -> Tensor:
+def host_slopes(slopes: Slopes | None) -> tuple[float, ...] | None:
+    """Slopes as Python floats: exact where they were given so, else the tensor's values."""
+    return tuple(slopes.tolist()) if isinstance(slopes, Tensor) else slopes
+
+
+def device_slopes(slopes: Slopes, device: torch.device) -> Tensor:
+    """Slopes as fp32 [H]; a tensor is expected on `device` and is not copied there."""
+    if isinstance(slopes, Tensor):
+        return slopes.float()
+    return torch.tensor(slopes, dtype=torch.float32, device=device)
+
+
+def learned_slopes(start: Slopes, log_ratio: Tensor) -> Tensor:
     """Slopes start_h exp(log_ratio_h) `[H]`, fp32 (fp64 for fp64), differentiable.
 
-    What is learned is the logarithm of a slope's ratio to its value at the start: a slope stays
-    positive, one step of Adam changes steep and flat ones by like shares, and log_ratio = 0, which
-    16 bits hold exactly, is the start itself.
+    The learned parameter is the logarithm of a slope's ratio to its initial value: a slope stays
+    positive, one step of Adam changes steep and flat slopes by similar ratios, and log_ratio = 0,
+    which 16 bits represent exactly, is the initial value itself.
     """
     wide = torch.float64 if log_ratio.dtype == torch.float64 else torch.float32
-    values = torch.tensor(start, dtype=wide, device=log_ratio.device)
-    return values * log_ratio.to(wide).exp()
+    if not isinstance(start, Tensor):
+        start = torch.tensor(start, dtype=wide, device=log_ratio.device)
+    return start.to(wide) * log_ratio.to(wide).exp()

@@ -1,4 +1,4 @@
-"""Causal attention with linear biases: one entry point, and a table of what each kernel can do.
+"""Causal attention with linear biases: one entry point, and a table of what each kernel supports.
 
 A kernel that cannot apply a request's bias or window is never used for it. Every kernel works in
 the dtype of q, k and v, with fp32 scores, biases and softmax, whatever autocast says: a bias cast
@@ -7,7 +7,7 @@ to 16 bits is off by whole units a few thousand keys away.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -17,32 +17,33 @@ from alibi_lm import kernels
 from alibi_lm.model.attention import flash_attn, flex
 from alibi_lm.model.attention.eager import eager_attention
 from alibi_lm.model.attention.sdpa_cpu import sdpa_cpu_attention
-from alibi_lm.model.pruning.block_bounds import first_key_per_block
-from alibi_lm.model.pruning.sdpa_block_sparse import block_sparse_sdpa, plan_block_groups
-
-AMX_MIN_QUERIES = 1024
-"""Shorter sequences are read densely by the native kernel."""
-AMX_TIGHT_BOUND_MIN_QUERIES = 8192
-"""From here on its horizons are those of `reach`, which read less and cost more to find."""
-AMX_MIN_PRUNED_SHARE = 0.25
-"""It uses horizons where they leave out at least this share of the keys before the blocks."""
+from alibi_lm.model.pruning.block_sparse import AMX_MIN_QUERIES, training_starts
+from alibi_lm.model.slopes import Slopes, host_slopes
 
 
 @dataclass(frozen=True)
 class AttentionRequest:
-    """What is asked of a kernel beyond q, k and v."""
+    """The arguments of `attention` beside q, k and v."""
 
-    slopes: tuple[float, ...] | Tensor | None
-    """A tensor where their gradient is wanted."""
-    window: int | None
-    bias: Tensor | None
+    slopes: Slopes | None
+    window: int | None = None
+    bias: Tensor | None = None
     epsilon: float = 0.0
-    """What each row may leave out of its probability."""
+
+    @property
+    def needs_slope_gradient(self) -> bool:
+        """Whether a gradient of the slopes will be asked for."""
+        return isinstance(self.slopes, Tensor) and self.slopes.requires_grad
+
+    @property
+    def allows_pruning(self) -> bool:
+        """Whether keys may be dropped."""
+        return self.epsilon > 0 and self.slopes is not None
 
 
 @dataclass(frozen=True)
 class AttentionKernel:
-    """One way to compute attention, and what it can be asked for."""
+    """One implementation of attention, and what it supports."""
 
     run: Callable[[Tensor, Tensor, Tensor, AttentionRequest], Tensor]
     devices: frozenset[str] | None
@@ -52,23 +53,23 @@ class AttentionKernel:
     slopes: bool = True
     """Whether it applies linear biases."""
     slope_gradient: bool = False
-    """Whether it gives the gradient of the slopes."""
+    """Whether it computes the gradient of the slopes."""
     window: bool = False
     """Whether it applies a sliding window."""
     bias: bool = False
     """Whether it applies a bias by distance, with its gradient."""
     value_width: bool = False
-    """Whether the heads of v may have another width than those of q and k."""
-    pruning: bool = False
-    """Whether it leaves out what epsilon allows; the others read everything."""
+    """Whether the heads of v may be wider or narrower than those of q and k."""
+    pruning_min_queries: int | None = None
+    """Fewest queries of which it drops keys as epsilon allows; None: it always reads all keys."""
     widths: tuple[int, int] = (0, 1 << 30)
     """Narrowest and widest heads."""
-    least_queries: int = 0
-    """Fewest queries that it is worth, or made for."""
+    min_queries: int = 0
+    """Fewest queries that it supports, or is efficient for."""
     missing: Callable[[torch.device], str | None] | None = None
-    """What it needs and this machine does not have; None where nothing is missing."""
+    """What it needs and this machine does not have, or None."""
     tensors_unsupported_reason: Callable[[Tensor, Tensor, Tensor], str | None] | None = None
-    """What else keeps it from q, k and v that pass all the above."""
+    """Why it cannot serve q, k and v that meet all the above, or None."""
 
     def unsupported_reason(
         self, q: Tensor, k: Tensor, v: Tensor, request: AttentionRequest
@@ -80,7 +81,7 @@ class AttentionKernel:
             return f"dtype {q.dtype}"
         if request.slopes is not None and not self.slopes:
             return "linear biases"
-        if isinstance(request.slopes, Tensor) and not self.slope_gradient:
+        if request.needs_slope_gradient and not self.slope_gradient:
             return "the gradient of slopes"
         if request.window is not None and not self.window:
             return "a window"
@@ -90,87 +91,61 @@ class AttentionKernel:
             return "a width of v other than that of q and k"
         if not self.widths[0] <= q.shape[-1] <= self.widths[1]:
             return f"heads {q.shape[-1]} wide"
-        if q.shape[2] < self.least_queries:
-            return f"fewer than {self.least_queries} queries"
+        if q.shape[2] < self.min_queries:
+            return f"fewer than {self.min_queries} queries"
         missing = None if self.missing is None else self.missing(q.device)
         if missing or self.tensors_unsupported_reason is None:
             return missing
         return self.tensors_unsupported_reason(q, k, v)
 
-
-def _flash(q: Tensor, k: Tensor, v: Tensor, request: AttentionRequest) -> Tensor:
-    assert not isinstance(request.slopes, Tensor)
-    if request.slopes is not None and request.epsilon > 0:
-        plan = plan_block_groups(q, k, request.slopes, request.epsilon)
-        if plan is not None:
-            return block_sparse_sdpa(q, k, v, request.slopes, plan)
-    return sdpa_cpu_attention(q, k, v, request.slopes)
+    def prunes(self, num_queries: int) -> bool:
+        """Whether it drops keys of that many queries where epsilon allows."""
+        return self.pruning_min_queries is not None and num_queries >= self.pruning_min_queries
 
 
-def _native(q: Tensor, k: Tensor, v: Tensor, request: AttentionRequest) -> Tensor:
-    assert not isinstance(request.slopes, Tensor)
-    starts = None
-    if request.slopes and request.epsilon > 0 and request.window is None:
-        starts = _native_starts(q, k, request.slopes, request.epsilon)
-    backend = kernels.backend()
+def _amx(q: Tensor, k: Tensor, v: Tensor, request: AttentionRequest) -> Tensor:
+    backend, slopes, starts = kernels.backend(), host_slopes(request.slopes), None
     assert backend is not None
-    return backend.attention(q, k, v, request.slopes, request.window, starts)
+    if slopes and request.epsilon > 0 and request.window is None:
+        starts = training_starts(backend, q, k, slopes, request.epsilon)
+    return backend.attention(q, k, v, slopes, request.window, starts)
 
 
-def _native_starts(
-    q: Tensor, k: Tensor, slopes: tuple[float, ...], epsilon: float
-) -> Tensor | None:
-    """The first key of each block of queries, or None where horizons would save too little.
-
-    Longer sequences are worth the tighter bound of `reach`, which costs several times as much.
-    """
-    backend = kernels.backend()
-    assert backend is not None
-    num_queries, num_keys = q.shape[2], k.shape[2]
-    if num_queries < AMX_MIN_QUERIES or min(slopes) <= 0:
-        return None
-    if num_queries < AMX_TIGHT_BOUND_MIN_QUERIES:
-        starts = backend.first_key_per_block(q, k, slopes, epsilon)
-    else:
-        starts = first_key_per_block(q, k, slopes, epsilon, backend.block).int()
-    before = torch.arange(num_keys - num_queries, num_keys, backend.block)
-    left_out = starts.sum() / (before.sum() * starts.shape[0] * starts.shape[1])
-    return starts if float(left_out) >= AMX_MIN_PRUNED_SHARE else None
-
-
-def _flex(q: Tensor, k: Tensor, v: Tensor, request: AttentionRequest) -> Tensor:
-    assert not isinstance(request.slopes, Tensor)
-    return flex.attention(q, k, v, request.slopes, request.window, request.epsilon)
-
-
-def _flash_attn(q: Tensor, k: Tensor, v: Tensor, request: AttentionRequest) -> Tensor:
-    assert not isinstance(request.slopes, Tensor)
-    return flash_attn.attention(q, k, v, request.slopes, request.window)
-
-
-def _eager(q: Tensor, k: Tensor, v: Tensor, request: AttentionRequest) -> Tensor:
-    return eager_attention(q, k, v, request.slopes, request.window, request.bias)
-
-
-def _backend_unsupported_reason(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+def _amx_unsupported_reason(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     backend = kernels.backend()
     if backend is None:
         return kernels.unavailable_reason()
     return backend.attention_unsupported_reason(q, k, v)
 
 
+def _flash_attn(q: Tensor, k: Tensor, v: Tensor, request: AttentionRequest) -> Tensor:
+    return flash_attn.attention(q, k, v, request.slopes, request.window)
+
+
+def _flex(q: Tensor, k: Tensor, v: Tensor, request: AttentionRequest) -> Tensor:
+    return flex.attention(q, k, v, request.slopes, request.window, request.epsilon)
+
+
+def _sdpa_cpu(q: Tensor, k: Tensor, v: Tensor, request: AttentionRequest) -> Tensor:
+    return sdpa_cpu_attention(q, k, v, host_slopes(request.slopes))
+
+
+def _eager(q: Tensor, k: Tensor, v: Tensor, request: AttentionRequest) -> Tensor:
+    return eager_attention(q, k, v, request.slopes, request.window, request.bias)
+
+
 _HALF = frozenset({torch.bfloat16, torch.float16})
 
-# In order of preference; "amx" is compiled where it is first used. None has been run on a
-# GPU yet: `alibi-lm bench gpu-check` does that.
+# In order of preference. The GPU kernels have not been run on a GPU yet; `alibi-lm bench gpu-check`
+# does so.
 KERNELS: dict[str, AttentionKernel] = {
     "amx": AttentionKernel(
-        _native,
+        _amx,
         frozenset({"cpu"}),
         frozenset({torch.bfloat16}),
         window=True,
-        pruning=True,
-        tensors_unsupported_reason=_backend_unsupported_reason,
+        pruning_min_queries=AMX_MIN_QUERIES,
+        tensors_unsupported_reason=_amx_unsupported_reason,
     ),
     "flash_attn": AttentionKernel(
         _flash_attn,
@@ -185,12 +160,12 @@ KERNELS: dict[str, AttentionKernel] = {
         frozenset({"cuda"}),
         _HALF | {torch.float32},
         window=True,
-        pruning=True,
+        pruning_min_queries=flex.MIN_PRUNED_QUERIES,
         widths=(flex.NARROWEST, flex.WIDEST),
-        least_queries=flex.BLOCK,
+        min_queries=flex.BLOCK,
         missing=flex.missing,
     ),
-    "sdpa_cpu": AttentionKernel(_flash, frozenset({"cpu"}), _HALF | {torch.float32}, pruning=True),
+    "sdpa_cpu": AttentionKernel(_sdpa_cpu, frozenset({"cpu"}), _HALF | {torch.float32}),
     "eager": AttentionKernel(
         _eager,
         None,
@@ -203,12 +178,32 @@ KERNELS: dict[str, AttentionKernel] = {
 }
 
 
+def choose_kernel(q: Tensor, k: Tensor, v: Tensor, request: AttentionRequest) -> str:
+    """The first kernel of the table that can serve the request, one that prunes it before others.
+
+    Raises:
+        ValueError: none can.
+    """
+    names: Iterable[str] = KERNELS
+    if request.allows_pruning:
+        names = sorted(KERNELS, key=lambda name: not KERNELS[name].prunes(q.shape[2]))
+    for name in names:
+        if not _reason(name, q, k, v, request):
+            return name
+    reasons = "; ".join(f"{name}: {_reason(name, q, k, v, request)}" for name in KERNELS)
+    raise ValueError(f"no attention kernel supports this request ({reasons})")
+
+
+def _reason(name: str, q: Tensor, k: Tensor, v: Tensor, request: AttentionRequest) -> str | None:
+    return KERNELS[name].unsupported_reason(q, k, v, request)
+
+
 def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     *,
-    slopes: tuple[float, ...] | Tensor | None,
+    slopes: Slopes | None,
     window: int | None = None,
     bias: Tensor | None = None,
     epsilon: float = 0.0,
@@ -221,38 +216,37 @@ def attention(
             with a cache).
         k: [B, KV, Tk, D], where KV divides H; query head h reads key head h // (H / KV).
         v: [B, KV, Tk, Dv].
-        slopes: m_h of the H heads, or None for no linear bias. A tensor [H] may need a gradient.
+        slopes: m_h of the H heads, or None for no linear bias: floats, which the CPU kernels use in
+            double precision, or a tensor [H] on the device of q, which may need a gradient.
         window: a query sees the keys i - window < j <= i; None sees all before it.
         bias: [H, N], a bias by distance, added to the scores: column min(i - j, N - 1). It may
             need a gradient.
-        epsilon: probability that each row may leave out (`flash_horizon` says what that means for
-            output and gradients), from 0 to below 1. Where nothing is to be gained, or the kernel
-            has no horizons, nothing is left out.
-        kernel: a name of `KERNELS` to insist on; by default the first that can serve.
+        epsilon: the probability that each row may drop, from 0 to below 1 (`pruning.bounds` states
+            what that means for output and gradients). Kernels that do not prune read everything.
+        kernel: a name of `KERNELS` to use; by default `choose_kernel` decides.
 
     Returns:
         [B, H, Tq, Dv] in the dtype of q. On CPU its memory lies as [B, Tq, H, Dv] where that of
         q does, so that joining the heads copies nothing.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit together, or a kernel that cannot
-            do what is asked.
+        ValueError: shapes, dtypes or devices that do not fit together, or no kernel, or not the
+            one that is named, can serve them.
     """
     _check(q, k, v, slopes, window, bias)
     if window is not None and window >= k.shape[2]:
         window = None
-    if isinstance(slopes, Tensor) and not (torch.is_grad_enabled() and slopes.requires_grad):
-        slopes = tuple(slopes.tolist())
+    if isinstance(slopes, Tensor) and not torch.is_grad_enabled():
+        slopes = slopes.detach()
     if not 0 <= epsilon < 1:
         raise ValueError(f"epsilon = {epsilon} is not in [0, 1)")
     request = AttentionRequest(slopes, window, bias, epsilon)
     if kernel is None:
-        kernel = next(
-            name for name in KERNELS if not KERNELS[name].unsupported_reason(q, k, v, request)
-        )
-    lacking = KERNELS[kernel].unsupported_reason(q, k, v, request)
-    if lacking:
-        raise ValueError(f"attention kernel {kernel} cannot do {lacking}")
+        kernel = choose_kernel(q, k, v, request)
+    elif kernel not in KERNELS:
+        raise ValueError(f"there is no attention kernel {kernel}; choose one of {list(KERNELS)}")
+    elif reason := _reason(kernel, q, k, v, request):
+        raise ValueError(f"attention kernel {kernel} does not support {reason}")
     if q.numel() == 0:
         return q.new_empty(*q.shape[:-1], v.shape[-1])
     if torch.is_autocast_enabled(q.device.type):
@@ -265,13 +259,13 @@ def _check(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    slopes: tuple[float, ...] | Tensor | None,
+    slopes: Slopes | None,
     window: int | None,
     bias: Tensor | None,
 ) -> None:
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.ndim == k.ndim == v.ndim == 4 or k.shape[:3] != v.shape[:3]:
-        raise ValueError(f"attention wants q [B,H,Tq,D], k [B,KV,Tk,D], v [B,KV,Tk,Dv]: {shapes}")
+        raise ValueError(f"attention needs q [B,H,Tq,D], k [B,KV,Tk,D], v [B,KV,Tk,Dv]: {shapes}")
     if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or q.shape[1] % max(k.shape[1], 1):
         raise ValueError(f"batch, head width or head counts do not fit: {shapes}")
     if q.shape[2] > k.shape[2]:
@@ -284,6 +278,6 @@ def _check(
     if slopes is not None and len(slopes) != q.shape[1]:
         raise ValueError(f"{len(slopes)} slopes for {q.shape[1]} heads")
     if window is not None and window < 1:
-        raise ValueError(f"a window of {window} keys")
+        raise ValueError(f"window = {window} is not positive")
     if bias is not None and (bias.ndim != 2 or bias.shape[0] != q.shape[1] or not bias.shape[1]):
         raise ValueError(f"bias {tuple(bias.shape)} is not [{q.shape[1]}, N]")

@@ -1,4 +1,4 @@
-"""Attention in plain torch operations: slower, and able to do everything that can be asked."""
+"""Attention in plain torch operations: slower than the other kernels, supports every request."""
 
 from __future__ import annotations
 
@@ -10,28 +10,30 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-# Scores held at once: 64 MiB in fp32.
-SCORES_AT_ONCE = 1 << 24
+from alibi_lm.model.slopes import Slopes
+
+# Scores in memory at a time: 64 MiB in fp32.
+MAX_SCORES = 1 << 24
 
 
 def eager_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    slopes: tuple[float, ...] | Tensor | None,
+    slopes: Slopes | None,
     window: int | None,
     bias: Tensor | None,
 ) -> Tensor:
-    """Attention of `attention.attention`, in query chunks, with fp32 (or fp64) scores and softmax.
+    """Attention of `dispatch.attention`, in query chunks, with fp32 (or fp64) scores and softmax.
 
-    Memory is that of one chunk of queries against all keys; with gradients, chunks behind the
-    first are computed again in the backward pass.
+    Memory is that of one chunk of queries against all keys. With gradients, several chunks are
+    recomputed in the backward pass.
 
     Args:
         q: [B, H, Tq, D], not empty.
         k: [B, KV, Tk, D].
         v: [B, KV, Tk, Dv].
-        slopes: H slopes or None; a tensor [H] where their gradient is wanted.
+        slopes: H slopes or None; a tensor may need a gradient.
         window: keys that a query sees, or None.
         bias: [H, N] by distance, or None.
 
@@ -39,8 +41,8 @@ def eager_attention(
         [B, H, Tq, Dv].
     """
     offset = k.shape[2] - q.shape[2]
-    reach = k.shape[2] if window is None else min(window + 1024, k.shape[2])
-    chunk = min(1024, max(16, SCORES_AT_ONCE // (q.shape[0] * q.shape[1] * reach)))
+    span = k.shape[2] if window is None else min(window + 1024, k.shape[2])
+    chunk = min(1024, max(16, MAX_SCORES // (q.shape[0] * q.shape[1] * span)))
     if window is not None:
         # A chunk reads chunk + window - 1 keys, of which a query needs `window`.
         chunk = min(chunk, max(128, window))
@@ -68,7 +70,7 @@ def _one_chunk(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    slopes: tuple[float, ...] | Tensor | None,
+    slopes: Slopes | None,
     window: int | None,
     bias: Tensor | None,
 ) -> Tensor:
@@ -88,7 +90,7 @@ def _one_chunk(
 
 
 class _Product(torch.autograd.Function):
-    """a @ b whose gradients keep their precision also where the backward pass is in autocast."""
+    """a @ b whose gradients keep their precision when the backward pass runs under autocast."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
@@ -106,15 +108,12 @@ class _Product(torch.autograd.Function):
 def _score_bias(
     q: Tensor,
     num_keys: int,
-    slopes: tuple[float, ...] | Tensor | None,
+    slopes: Slopes | None,
     window: int | None,
     bias: Tensor | None,
     compute: torch.dtype,
 ) -> Tensor:
-    """All that is added to the scores of the last positions, -inf where a key is not seen.
-
-    [H or 1, c, num_keys].
-    """
+    """All biases of the last positions' scores, -inf at masked keys: [H or 1, c, num_keys]."""
     num_queries = q.shape[2]
     positions = torch.arange(num_keys, device=q.device)
     distances = positions[num_keys - num_queries :, None] - positions

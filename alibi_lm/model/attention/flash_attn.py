@@ -1,7 +1,8 @@
-"""Linear biases on flash-attn 2, where that package is installed.
+"""Attention with linear biases on the flash-attn 2 package.
 
 `flash_attn_func` adds -slope |i + Tk - Tq - j| to the scores in fp32, so it aligns the queries with
-the last keys, as we do; forward and backward, with fewer key heads and with windows.
+the last keys, as `attention.attention` does. It has forward and backward passes, grouped key heads
+and windows.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from alibi_lm.model.slopes import Slopes, device_slopes
+
 PACKAGE = "flash_attn"
 WIDEST = 256
 """Widest heads of the package's kernels."""
@@ -21,7 +24,7 @@ _CAPABILITY = (8, 0)
 
 @cache
 def missing(device: torch.device) -> str | None:
-    """What this machine lacks for it, or None."""
+    """What this kernel needs and this machine does not have, or None."""
     if importlib.util.find_spec(PACKAGE) is None:
         return f"without the package {PACKAGE}"
     if torch.cuda.get_device_capability(device) < _CAPABILITY:
@@ -29,10 +32,8 @@ def missing(device: torch.device) -> str | None:
     return None
 
 
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, slopes: tuple[float, ...] | None, window: int | None
-) -> Tensor:
-    """Attention of `attention.attention` without bias by distance.
+def attention(q: Tensor, k: Tensor, v: Tensor, slopes: Slopes | None, window: int | None) -> Tensor:
+    """Attention of `dispatch.attention` without bias by distance.
 
     Args:
         q: [B, H, Tq, D] on a GPU, in bf16 or fp16.
@@ -44,15 +45,12 @@ def attention(
         [B, H, Tq, D].
     """
     function = importlib.import_module(PACKAGE).flash_attn_func
-    biases = None
-    if slopes is not None:
-        biases = torch.tensor(slopes, dtype=torch.float32, device=q.device)
     output: Tensor = function(
         *(x.transpose(1, 2) for x in (q, k, v)),
         causal=True,
         # Keys before and after the query's own position; -1 is no limit.
         window_size=(-1, -1) if window is None else (window - 1, 0),
-        alibi_slopes=biases,
+        alibi_slopes=None if slopes is None else device_slopes(slopes, q.device),
         deterministic=torch.are_deterministic_algorithms_enabled(),
     )
     return output.transpose(1, 2)

@@ -1,9 +1,9 @@
 """Linear biases on torch's FlexAttention: a fused kernel compiled for bias, mask and shape.
 
-The bias is a function of the score, the causal mask, a window and horizons a mask of blocks of
-`BLOCK` queries and keys: blocks that nobody sees are not read, those that all of a block's queries
-see whole need no mask inside. It is compiled on a GPU; called as it is (on the CPU, in tests) it
-is torch's own dense formula of the same bias and mask.
+The bias is a function of the score. The causal mask, a window and pruning are one mask of blocks of
+`BLOCK` queries and keys: blocks that no query sees are not read, blocks that every query sees whole
+need no mask inside. It is compiled on a GPU; on the CPU, in tests, it is torch's own dense formula
+of the same bias and mask.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from alibi_lm.model.pruning.block_bounds import first_key_per_block
+from alibi_lm.model.pruning.bounds import first_key_per_block
+from alibi_lm.model.slopes import Slopes, device_slopes
 
 BLOCK = 128
 NARROWEST, WIDEST = 16, 256
 """Head widths of its kernels."""
-LEAST_KEYS = 4096
-"""Sequences shorter than this are read whole."""
+MIN_PRUNED_QUERIES = 4096
+"""Shorter sequences are read whole."""
 
 ScoreFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -31,7 +32,7 @@ MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 @cache
 def missing(device: torch.device) -> str | None:
-    """What this machine lacks for it, or None."""
+    """What this kernel needs and this machine does not have, or None."""
     if importlib.util.find_spec("triton") is None:
         return "without the package triton"
     return None
@@ -41,18 +42,18 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    slopes: tuple[float, ...] | None,
+    slopes: Slopes | None,
     window: int | None,
     epsilon: float = 0.0,
 ) -> Tensor:
-    """Attention of `attention.attention` without bias by distance.
+    """Attention of `dispatch.attention` without bias by distance.
 
     Args:
         q: [B, H, Tq, D].
         k, v: [B, KV, Tk, D].
         slopes: H slopes or None.
         window: keys that a query sees, itself included, or None.
-        epsilon: probability that each row may leave out.
+        epsilon: the probability that each row may drop.
 
     Returns:
         [B, H, Tq, D].
@@ -60,8 +61,9 @@ def attention(
     run: Callable[..., object] = flex_attention
     if q.device.type == "cuda":
         run = _compiled()
-    mask = block_mask(q, k, slopes, window, epsilon)
-    bias = None if slopes is None else score_function(slopes, q, k)
+    steepness = None if slopes is None else device_slopes(slopes, q.device)
+    mask = block_mask(q, k, steepness, window, epsilon)
+    bias = None if steepness is None else score_function(steepness, k.shape[2] - q.shape[2])
     output = run(q, k, v, score_mod=bias, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
     return cast(Tensor, output)
 
@@ -71,10 +73,8 @@ def _compiled() -> Callable[..., object]:
     return cast(Callable[..., object], torch.compile(flex_attention))
 
 
-def score_function(slopes: tuple[float, ...], q: Tensor, k: Tensor) -> ScoreFunction:
-    """score - m_h (i - j), i the query's position among the keys."""
-    steepness = torch.tensor(slopes, dtype=torch.float32, device=q.device)
-    offset = k.shape[2] - q.shape[2]
+def score_function(steepness: Tensor, offset: int) -> ScoreFunction:
+    """score - m_h (i - j) for m [H] fp32 and i = row + offset."""
 
     def biased(score: Tensor, batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
         return score - steepness[head] * (row + offset - key)
@@ -83,18 +83,16 @@ def score_function(slopes: tuple[float, ...], q: Tensor, k: Tensor) -> ScoreFunc
 
 
 def block_mask(
-    q: Tensor, k: Tensor, slopes: tuple[float, ...] | None, window: int | None, epsilon: float
+    q: Tensor, k: Tensor, slopes: Tensor | None, window: int | None, epsilon: float
 ) -> BlockMask:
     """Which blocks of keys each block of queries reads, whole or through a mask.
 
-    With horizons it differs by sequence and head, and is made from q and k without waiting for
-    the device.
+    With pruning it differs by sequence and head. It is planned from q and k on their device,
+    without waiting for it.
     """
     num_queries, num_keys = q.shape[2], k.shape[2]
-    long = slopes is not None and epsilon > 0 and num_queries >= LEAST_KEYS
-    if not long or min(slopes or (0,)) <= 0:
+    if slopes is None or epsilon <= 0 or num_queries < MIN_PRUNED_QUERIES:
         return _plain_mask(num_queries, num_keys, window, q.device)
-    assert slopes is not None
     first = first_key_per_block(q, k, slopes, epsilon, BLOCK) // BLOCK * BLOCK
     return _mask(num_queries, num_keys, window, first)
 
@@ -103,7 +101,7 @@ def block_mask(
 def _plain_mask(
     num_queries: int, num_keys: int, window: int | None, device: torch.device
 ) -> BlockMask:
-    # A tensor first made in inference mode could not be used in a later training step.
+    # A tensor created in inference mode could not be used in a later training step.
     with torch.inference_mode(False), torch.no_grad():
         blocks = -(-num_queries // BLOCK)
         first = torch.zeros(1, 1, blocks, dtype=torch.int64, device=device)
@@ -118,11 +116,11 @@ def _mask(num_queries: int, num_keys: int, window: int | None, first: Tensor) ->
     high = (low + BLOCK - 1).clamp(max=num_keys - 1)
     begin = BLOCK * torch.arange(-(-num_keys // BLOCK), device=device)
     end = begin + BLOCK - 1
-    # -infinity, so to say, for a window that is none.
-    reach = num_keys + BLOCK if window is None else window
+    # Without a window, further than any key.
+    width = num_keys + BLOCK if window is None else window
     wanted = begin >= first.unsqueeze(3)
-    some = wanted & (begin <= high) & (end > low - reach)
-    every = wanted & (end <= low) & (begin > high - reach)
+    some = wanted & (begin <= high) & (end > low - width)
+    every = wanted & (end <= low) & (begin > high - width)
     counts, indices = _ordered(some & ~every)
     full_counts, full_indices = _ordered(every)
     return BlockMask.from_kv_blocks(
@@ -149,6 +147,6 @@ def _mask_function(offset: int, window: int | None, first: Tensor) -> MaskFuncti
 
 
 def _ordered(wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """Numbers of wanted blocks of each row, and all blocks' indices, the wanted ones first."""
+    """Number of wanted blocks of each row, and all blocks' indices, the wanted ones first."""
     order = wanted.int().argsort(dim=3, descending=True, stable=True)
     return wanted.sum(dim=3, dtype=torch.int32), order.int()

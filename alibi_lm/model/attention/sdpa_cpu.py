@@ -2,14 +2,14 @@
 
 Softmax ignores a constant of a row, so the bias -m(i - j) may be given by key alone, as m(j - z)
 for any z: a [1, H, 1, T] tensor. Its rounding in fp32 grows with the distance from z, so queries
-go in chunks of at most `QUERY_CHUNK`, each with z at its own last position. A chunk behind the
-first needs its own keys causally and all keys before it without a mask; the two results are
-merged by their log-sum-exp. In the backward pass each block is given the merged output and
-log-sum-exp, from which the kernel finds the true probabilities exp(score - lse) (as in ring
-attention, Liu et al. 2023).
+go in chunks of at most `QUERY_CHUNK`, each with z at its own last position. A chunk after the
+first reads its own keys causally and all keys before it without a mask; the two results are merged
+by their log-sum-exp. The backward pass gives each part the merged output and log-sum-exp, from
+which the kernel recovers the true probabilities exp(score - lse) (as ring attention does, Liu et
+al. 2023).
 
-The kernel is called by its private name, because the public function falls back to other kernels
-without a word.
+The kernel is called by its private name because the public function silently falls back to other
+kernels.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from torch.autograd.function import once_differentiable
 QUERY_CHUNK = 1024
 
 # The kernel's backward pass starts from the rounded output. The error averages out over many
-# rows; with as few as this, it could be as large as the gradient, and width costs nothing.
+# rows; with as few as this it could be as large as the gradient, and wider inputs cost nothing.
 FEW_ROWS = 512
 WIDE_BACKWARD = 256
-"""Queries up to which the kernel's backward pass in fp32 is faster than in 16 bits (3 times at 128
+"""Queries up to which the kernel's backward pass is faster in fp32 than in 16 bits (3 times at 128
 queries of heads 32 or 64 wide, 1.4 times at 256, 0.8 times at 512, on one core with AMX)."""
 _WIDER = {
     torch.bfloat16: torch.float32,
@@ -43,7 +43,7 @@ sdpa_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_b
 
 
 def sdpa_cpu_attention(q: Tensor, k: Tensor, v: Tensor, slopes: tuple[float, ...] | None) -> Tensor:
-    """Attention of `attention.attention` without window and learned bias.
+    """Attention of `dispatch.attention` without window and learned bias.
 
     Args:
         q: [B, H, Tq, D], not empty, on the CPU, in fp32, bf16 or fp16.
@@ -53,7 +53,7 @@ def sdpa_cpu_attention(q: Tensor, k: Tensor, v: Tensor, slopes: tuple[float, ...
     Returns:
         [B, H, Tq, D].
     """
-    # The kernel reads its inputs as if neighbors in the last dimension were so in memory.
+    # The kernel assumes that the last dimension is contiguous.
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     tracked = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     if not tracked:
@@ -69,12 +69,11 @@ def sdpa_cpu_attention(q: Tensor, k: Tensor, v: Tensor, slopes: tuple[float, ...
 def key_bias(slopes: tuple[float, ...] | None, num_keys: int, dtype: torch.dtype) -> Tensor | None:
     """m_h (j - (num_keys - 1)) for j < num_keys as [1, H, 1, num_keys], a view of a cache.
 
-    It is fp32 for q, k, v in `dtype` of at most 32 bits, and fp64 for fp64: given an fp32 bias
-    there, the kernel reads it as if it were fp64.
+    fp32 for q, k, v of at most 32 bits; fp64 for fp64, where the kernel would misread an fp32 bias.
     """
     if slopes is None:
         return None
-    # Powers of two, so that decoding token by token does not make a table for every length.
+    # Powers of two, so that decoding token by token does not build a table for every length.
     capacity = max(256, 1 << (num_keys - 1).bit_length())
     bias_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     return _bias_table(slopes, capacity, bias_dtype)[..., capacity - num_keys :]
@@ -82,7 +81,7 @@ def key_bias(slopes: tuple[float, ...] | None, num_keys: int, dtype: torch.dtype
 
 @lru_cache(maxsize=32)  # learned slopes: a table for every block
 def _bias_table(slopes: tuple[float, ...], capacity: int, dtype: torch.dtype) -> Tensor:
-    # A tensor first made in inference mode could not be used in a later training step.
+    # A tensor created in inference mode could not be used in a later training step.
     with torch.inference_mode(False), torch.no_grad():
         distances = torch.arange(capacity - 1, -1, -1, dtype=torch.float64, device="cpu")
         heads = torch.tensor(slopes, dtype=torch.float64, device="cpu").view(1, -1, 1, 1)
@@ -133,7 +132,7 @@ def _chunks_forward(
 
 
 def merge_part(output: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Add what further keys give to rows of an output and its log-sum-exp, in place.
+    """Merge a part over further keys into an output and its log-sum-exp, in place.
 
     Args:
         output: [..., n, D], in the dtype of lse.
@@ -178,7 +177,7 @@ class _Flash(torch.autograd.Function):
             wide = _chunks_backward(grad, q, k, v, output, logsumexps, ctx.slopes)
             dq, dk, dv = (x.to(dtype) for x in wide)
         elif groups > 1 and dtype in _HALF:
-            # The kernel would add up the heads of a group in 16 bits.
+            # The kernel would sum the heads of a group in 16 bits.
             k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
             dq, dk, dv = _chunks_backward(grad, q, k, v, output, logsumexps, ctx.slopes)
             dk, dv = (

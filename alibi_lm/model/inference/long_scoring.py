@@ -21,9 +21,8 @@ from torch import Tensor
 
 from alibi_lm.model.decoder import Decoder
 from alibi_lm.model.layers import Block
-from alibi_lm.model.pruning.block_sparse import BLOCK, LOCAL_KEYS, BlockSpans
+from alibi_lm.model.pruning.block_sparse import BLOCK, CHUNK, LOCAL_KEYS, BlockSpans, attend
 from alibi_lm.model.pruning.bounds import KeyNormBound
-from alibi_lm.model.pruning.pruned_attention import CHUNK, attend
 
 Observer = Callable[[int, int, Tensor, Tensor], None]
 """Called for every layer and chunk: the layer, the first position, q [H, n, D], k [KV, n, D]."""
@@ -179,11 +178,11 @@ class _Layer:
     def _append(self, k: Tensor, v: Tensor, first: int) -> None:
         """Add a chunk's keys and values; keep of those before what the last chunk has read."""
         if first == 0:
-            self.ball = KeyNormBound(k)
+            self.key_norms = KeyNormBound(k)
             self.keys, self.values = k.contiguous(), v.contiguous()
         else:
             keep = min(-(-self._keep // BLOCK) * BLOCK, MOST_KEPT, self.keys.shape[1])
             self.start = first - keep
             self.keys = torch.cat([self.keys[:, self.keys.shape[1] - keep :], k], dim=1)
             self.values = torch.cat([self.values[:, self.values.shape[1] - keep :], v], dim=1)
-        self.ball.add(k)
+        self.key_norms.add(k)

@@ -1,11 +1,12 @@
-"""Query blocks that read as far as `horizon` proves necessary, in few calls of a fused kernel.
+"""Block-sparse attention: each block of queries and head starts at the key that the bound proves.
 
-A first call of torch's kernel gives every block its own keys and the `LOCAL_KEYS` before them, for
-all heads and blocks at once: blocks are the batch, their keys overlapping views. The bias is
--m(i - j) there, exact at any position, and 16-bit numbers are widened to fp32. The log-sum-exps
-then prove for each block and head where it must start to read. Heads that reach alike, and runs of
-blocks that do, go through the kernel together for what is left; parts are merged by their
-log-sum-exp, in fp32.
+`bounds` has the proof. Training plans from q and k alone (`bounds.first_key_per_block`): the plan
+is a mask of blocks for FlexAttention (`attention.flex`), or starts for the AMX kernel
+(`training_starts`). Activations that are recomputed get the same plan.
+
+Inference (`attend`) reads local keys first, derives from their log-sum-exps where each block must
+start, and reads the rest. `BlockSparseAttention` does so on torch's CPU kernel,
+`AmxBlockSparseAttention` on the compiled one. No gradients.
 """
 
 from __future__ import annotations
@@ -19,29 +20,65 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from alibi_lm import kernels
 from alibi_lm.model.attention.sdpa_cpu import key_bias, merge_part, sdpa_cpu_forward
-from alibi_lm.model.pruning.bounds import KeyNormBound, Rows, lower_logsumexp, query_rows, starts
+from alibi_lm.model.pruning.bounds import (
+    KeyNormBound,
+    QueryBounds,
+    first_key_from_logsumexp,
+    first_key_per_block,
+    lower_logsumexp,
+    query_bounds,
+)
 
+AMX_MIN_QUERIES = 1024
+"""In training the AMX kernel reads shorter sequences densely."""
+AMX_TIGHT_BOUND_MIN_QUERIES = 8192
+"""Longer ones are worth `first_key_per_block`, which drops more and costs several times as much as
+the kernel's own bound."""
+AMX_MIN_PRUNED_SHARE = 0.25
+"""Starts are used where they drop at least this share of the keys before the blocks."""
+
+CHUNK = 8192
+"""Queries that are planned together in inference."""
 BLOCK = 128
 LOCAL_KEYS = 128
+"""Keys before a block that are read before anything is known about the others."""
 GROUP_TOLERANCE = 1.25
-"""Heads go together where the longest reach is at most this many times the shortest."""
+"""Heads share a call if the longest span is at most this many times the shortest."""
 CALL_COST = 1024
-"""What a call costs, as keys of one block; decides how finely runs of blocks are cut."""
+"""Cost of a call, in keys of one block; decides how finely runs of blocks are split."""
 OFFLOAD_CHUNK = 4096
-"""Keys read at a time that are not at hand."""
+"""Offloaded keys read at a time."""
+
+
+def training_starts(
+    backend: kernels.Backend, q: Tensor, k: Tensor, slopes: tuple[float, ...], epsilon: float
+) -> Tensor | None:
+    """The AMX kernel's first key of each block, or None where a dense pass costs no more."""
+    num_queries, num_keys = q.shape[2], k.shape[2]
+    if num_queries < AMX_MIN_QUERIES or min(slopes) <= 0:
+        return None
+    if num_queries < AMX_TIGHT_BOUND_MIN_QUERIES:
+        starts = backend.first_key_per_block(q, k, slopes, epsilon)
+    else:
+        exact = torch.tensor(slopes, dtype=torch.float64)
+        starts = first_key_per_block(q, k, exact, epsilon, backend.block).int()
+    before = torch.arange(num_keys - num_queries, num_keys, backend.block)
+    dropped = starts.sum() / (before.sum() * starts.shape[0] * starts.shape[1])
+    return starts if float(dropped) >= AMX_MIN_PRUNED_SHARE else None
 
 
 class KVSource(Protocol):
     """The keys and values of one sequence up to some position, by absolute position."""
 
     start: int
-    """Position of the first key of `keys`."""
+    """Position of the first resident key."""
     keys: Tensor
-    """[KV, n, D], the last dimension contiguous: what is at hand."""
+    """[KV, n, D], the last dimension contiguous: the resident keys."""
     values: Tensor
     """[KV, n, D], with the strides of `keys`."""
-    ball: KeyNormBound
+    key_norms: KeyNormBound
     """Of all keys."""
 
     def read(self, first: int, stop: int) -> tuple[Tensor, Tensor]:
@@ -51,7 +88,7 @@ class KVSource(Protocol):
 
 @dataclass
 class BlockSpans:
-    """How far the blocks of a chunk read."""
+    """How far back the blocks of a chunk read."""
 
     first: list[int]
     """Position of each block's first query."""
@@ -59,8 +96,58 @@ class BlockSpans:
     """[H, blocks] int64: keys read before the block's first query."""
 
 
+def attend(
+    q: Tensor, source: KVSource, first: int, slopes: tuple[float, ...], epsilon: float
+) -> tuple[Tensor, list[BlockSpans]]:
+    """Attention of queries at positions `first` on, the last of the source's.
+
+    For every input the output is within 2 epsilon max|v| of the dense one, beside rounding errors
+    like the dense kernel's.
+
+    Args:
+        q: [H, n, D].
+        source: keys and values up to the last query's; those of the queries and the `LOCAL_KEYS`
+            before them are resident.
+        first: position of the first query.
+        slopes: of the H heads.
+        epsilon: the probability that each head and row may drop, above 0 and below 1.
+
+    Returns:
+        [H, n, D] in the dtype of q, and how far back the blocks read.
+    """
+    if q.stride(-1) != 1:
+        q = q.contiguous()
+    outputs, spans = [], []
+    whole = q.shape[1] - q.shape[1] % BLOCK
+    for begin, end, rows in ((0, whole, BLOCK), (whole, q.shape[1], q.shape[1] - whole)):
+        if begin < end:
+            queries = q[:, begin:end]
+            serves = rows == BLOCK and amx_unsupported_reason(queries, source) is None
+            kind = AmxBlockSparseAttention if serves else BlockSparseAttention
+            blocks = kind(queries, source, first + begin, slopes, rows)
+            outputs.append(blocks.attend(epsilon))
+            spans.append(blocks.spans)
+    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)), spans
+
+
+def amx_unsupported_reason(q: Tensor, source: KVSource) -> str | None:
+    """Why `AmxBlockSparseAttention` cannot serve queries [H, n, D] over a source, or None."""
+    if q.dtype != torch.bfloat16:
+        return f"{q.dtype}"
+    backend = kernels.backend()
+    if backend is None:
+        return kernels.unavailable_reason()
+    return backend.attention_unsupported_reason(q[None], source.keys[None], source.values[None])
+
+
 class BlockSparseAttention:
-    """Query blocks of equal size, and what they have read so far."""
+    """Query blocks of equal size, and what they have read so far: torch's CPU kernel.
+
+    The first call gives every block its own keys and the `LOCAL_KEYS` before them, for all heads
+    and blocks at once: blocks are the batch, their keys overlapping views. Its bias is -m(i - j),
+    exact at any position, and 16-bit numbers are widened to fp32. Then heads and runs of blocks of
+    like span go through the kernel together; parts are merged in fp32 by their log-sum-exp.
+    """
 
     def __init__(
         self, q: Tensor, source: KVSource, first: int, slopes: tuple[float, ...], size: int
@@ -71,36 +158,40 @@ class BlockSparseAttention:
         self.count = length // size
         self.q = q.unflatten(1, (self.count, size))
         """[H, blocks, size, D]."""
-        self.far_dtype = q.dtype if size == BLOCK else torch.float32
+        self.distant_dtype = q.dtype if size == BLOCK else torch.float32
         self.output: Tensor
         """[H, blocks, size, D] of what has been read."""
         self.lse: Tensor
         """[H, blocks, size] fp32, its log-sum-exp."""
         begins = first + size * torch.arange(self.count)
         self.begins: list[int] = begins.tolist()
-        self.near = (begins - LOCAL_KEYS).clamp(min=0)
+        self.local = (begins - LOCAL_KEYS).clamp(min=0)
         self.positions = begins.unsqueeze(1) + torch.arange(size)
 
     def attend(self, epsilon: float) -> Tensor:
-        """The output [H, n, D]; afterwards `reach` says how far the blocks have read."""
-        span = self._read_near()
-        rows = query_rows(self.q.flatten(1, 2), self.source.ball, self.slopes)
-        lower = lower_logsumexp(
-            rows, self.source.ball, self.lse.flatten(1), span, self.width
-        ).view_as(self.lse)
-        shaped = Rows(
-            rows.towards.view_as(self.lse), rows.norm.view_as(self.lse), rows.heads, rows.slopes
+        """The output [H, n, D]; sets `spans`, how far back the blocks read."""
+        farthest = self._read_local()
+        key_norms = self.source.key_norms
+        rows = query_bounds(self.q.flatten(1, 2), key_norms, self.slopes)
+        lower = lower_logsumexp(rows, key_norms, self.lse.flatten(1), farthest, self.width)
+        blocked = QueryBounds(
+            rows.center_scores.view_as(self.lse),
+            rows.norms.view_as(self.lse),
+            rows.kv_heads,
+            rows.slopes,
         )
-        begin = starts(shaped, self.source.ball, lower, self.positions, self.near, epsilon)
-        self.reach = BlockSpans(self.begins, torch.tensor(self.begins) - begin)
-        # What is at hand first; then, for the few blocks that need it, what is not.
-        self._read_on(begin.clamp(min=self.source.start))
-        self._read_older(begin)
+        begin = first_key_from_logsumexp(
+            blocked, key_norms, lower.view_as(self.lse), self.positions, self.local, epsilon
+        )
+        self.spans = BlockSpans(self.begins, torch.tensor(self.begins) - begin)
+        # Resident keys first; then, for the few blocks that need them, offloaded ones.
+        self._read_resident(begin.clamp(min=self.source.start))
+        self._read_offloaded(begin)
         return self.output.to(self.q.dtype).flatten(1, 2)
 
-    def _read_near(self) -> int:
+    def _read_local(self) -> int:
         """The blocks' own and local keys; returns the largest distance between two."""
-        mask = _near_mask(self.slopes, self.size)
+        mask = _local_mask(self.slopes, self.size)
         self.output = self.q.new_empty(self.q.shape, dtype=torch.float32)
         self.lse = self.q.new_empty(self.q.shape[:3], dtype=torch.float32)
         full = next((n for n, begin in enumerate(self.begins) if begin >= LOCAL_KEYS), self.count)
@@ -110,24 +201,43 @@ class BlockSparseAttention:
         for start, stop in runs:
             first = max(0, self.begins[start] - LOCAL_KEYS)
             length = self.begins[start] + self.size - first
-            keys, values = (
-                self._windows(x, stop - start, first, length, torch.float32)
-                for x in (self.source.keys, self.source.values)
-            )
-            queries = self.q[:, start:stop].transpose(0, 1).float()
-            part = sdpa_cpu_forward(
-                queries, keys, values, 0.0, False, attn_mask=mask[..., -length:]
-            )
-            self.output[:, start:stop] = part[0].transpose(0, 1)
-            self.lse[:, start:stop] = part[1].transpose(0, 1)
+            part = self._call(slice(None), start, stop, first, mask[..., -length:], torch.float32)
+            self.output[:, start:stop], self.lse[:, start:stop] = part
         return LOCAL_KEYS + self.size
 
-    def _read_on(self, begin: Tensor) -> None:
-        """What is at hand from `begin` [H, blocks] on."""
-        needed = self.near - begin
+    def _read_resident(self, begin: Tensor) -> None:
+        """Resident keys from `begin` [H, blocks] on."""
+        needed = self.local - begin
         for heads in self._head_groups(needed):
-            for run in self._runs(needed[heads].amax(dim=0).tolist(), 0, self.count):
-                self._read_far(heads, *run)
+            for start, stop, length in self._runs(needed[heads].amax(dim=0).tolist()):
+                first = int(self.local[start]) - length
+                bias = key_bias(self.slopes, self.begins[start] + self.size - first, torch.float32)
+                assert bias is not None
+                mask = bias[:, heads, :, :length]
+                part = self._call(heads, start, stop, first, mask, self.distant_dtype)
+                self._merge(heads, slice(start, stop), *part)
+
+    def _call(
+        self, heads: slice, start: int, stop: int, first: int, mask: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """One call of the kernel for blocks `start` to `stop` of some heads.
+
+        The first block reads as many keys from position `first` on as `mask` has; the windows of
+        the others follow at steps of a block.
+
+        Returns:
+            Output [heads, blocks, size, D] and its log-sum-exp [heads, blocks, size].
+        """
+        kv = slice(None)
+        if heads != slice(None):
+            kv = slice(heads.start // self.group, (heads.stop - 1) // self.group + 1)
+        keys, values = (
+            self._windows(x[kv], stop - start, first, mask.shape[-1], dtype)
+            for x in (self.source.keys, self.source.values)
+        )
+        queries = self.q[heads, start:stop].transpose(0, 1).to(dtype)
+        output, lse = sdpa_cpu_forward(queries, keys, values, 0.0, False, attn_mask=mask)
+        return output.transpose(0, 1), lse.transpose(0, 1)
 
     def _windows(
         self, x: Tensor, count: int, first: int, length: int, dtype: torch.dtype
@@ -142,13 +252,13 @@ class BlockSparseAttention:
         )
 
     def _head_groups(self, needed: Tensor) -> Iterator[slice]:
-        """Neighboring heads of like reach that have something to read."""
+        """Neighboring heads of like span that have something to read."""
         longest = needed.amax(dim=1).tolist()
         start = 0
         for head in range(1, self.num_heads + 1):
             if head < self.num_heads:
-                reaches = longest[start : head + 1]
-                alike = max(reaches) <= GROUP_TOLERANCE * min(reaches)
+                group = longest[start : head + 1]
+                alike = max(group) <= GROUP_TOLERANCE * min(group)
                 # A call takes one key head, or as many key heads as query heads.
                 shared = start // self.group == head // self.group
                 if alike and (self.group == 1 or shared):
@@ -157,12 +267,15 @@ class BlockSparseAttention:
                 yield slice(start, head)
             start = head
 
-    def _runs(self, needed: list[int], start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    def _runs(
+        self, needed: list[int], start: int = 0, stop: int | None = None
+    ) -> Iterator[tuple[int, int, int]]:
         """Runs (start, stop, keys) of blocks that together read what each needs.
 
-        A run is cut in two where that saves reading, or where a window would begin before the
-        first key at hand.
+        A run is split in two where that saves reading, or where a window would begin before the
+        first resident key.
         """
+        stop = self.count if stop is None else stop
         longest = max(needed[start:stop])
         if longest == 0:
             return
@@ -180,42 +293,24 @@ class BlockSparseAttention:
         yield from self._runs(needed, start, middle)
         yield from self._runs(needed, middle, stop)
 
-    def _read_far(self, heads: slice, start: int, stop: int, length: int) -> None:
-        """Give a run of blocks the `length` keys before those near to them."""
-        first = int(self.near[start]) - length
-        kv = slice(heads.start // self.group, (heads.stop - 1) // self.group + 1)
-        keys, values = (
-            self._windows(x[kv], stop - start, first, length, self.far_dtype)
-            for x in (self.source.keys, self.source.values)
-        )
-        bias = key_bias(self.slopes, self.begins[start] + self.size - first, torch.float32)
-        assert bias is not None
-        queries = self.q[heads, start:stop].transpose(0, 1).to(self.far_dtype)
-        part = sdpa_cpu_forward(
-            queries, keys, values, 0.0, False, attn_mask=bias[:, heads, :, :length]
-        )
-        self._merge(heads, slice(start, stop), part[0].transpose(0, 1), part[1].transpose(0, 1))
-
-    def _read_older(self, begin: Tensor) -> None:
-        """Give blocks the keys that they need and that are not at hand."""
-        hand, oldest = self.source.start, int(begin.min())
-        if oldest < hand:
+    def _read_offloaded(self, begin: Tensor) -> None:
+        """Keys from `begin` [H, blocks] on that are not resident."""
+        resident, oldest = self.source.start, int(begin.min())
+        if oldest < resident:
             self.output = self.output.float()
-        for stop in range(hand, oldest, -OFFLOAD_CHUNK):
+        for stop in range(resident, oldest, -OFFLOAD_CHUNK):
             first = max(oldest, stop - OFFLOAD_CHUNK)
-            wanting = (begin < stop).nonzero().tolist()
             keys, values = self.source.read(first, stop)
-            for head, block in wanting:
+            for head, block in (begin < stop).nonzero().tolist():
                 last = self.begins[block] + self.size - 1
-                bias = distance_bias(self.slopes[head], last - first, last - stop + 1)
                 kv = head // self.group
                 part = sdpa_cpu_forward(
-                    self.q[None, head : head + 1, block].to(self.far_dtype),
-                    keys[None, kv : kv + 1].to(self.far_dtype),
-                    values[None, kv : kv + 1].to(self.far_dtype),
+                    self.q[None, head : head + 1, block].to(self.distant_dtype),
+                    keys[None, kv : kv + 1].to(self.distant_dtype),
+                    values[None, kv : kv + 1].to(self.distant_dtype),
                     0.0,
                     False,
-                    attn_mask=bias,
+                    attn_mask=distance_bias(self.slopes[head], last - first, last - stop + 1),
                 )
                 self._merge(slice(head, head + 1), slice(block, block + 1), *part)
 
@@ -230,6 +325,47 @@ class BlockSparseAttention:
         merge_part(self.output[heads, blocks], self.lse[heads, blocks], output, lse)
 
 
+class AmxBlockSparseAttention(BlockSparseAttention):
+    """Whole blocks of bf16 queries on the compiled kernel, which gives each block its own start.
+
+    It goes over the resident keys twice: over the local ones for the log-sum-exps, then over all
+    from the starts on. So nothing is grouped, copied side by side or merged.
+    """
+
+    def _read_local(self) -> int:
+        first = int(self.local[0])
+        _, self.lse = self._read(first, self.local.expand(self.num_heads, -1))
+        # The kernel starts at multiples of its own block.
+        return LOCAL_KEYS + self.size + _backend().block
+
+    def _read_resident(self, begin: Tensor) -> None:
+        self.output, self.lse = self._read(self.source.start, begin)
+
+    def _read(self, first: int, begin: Tensor) -> tuple[Tensor, Tensor]:
+        """Output [H, blocks, size, D] and log-sum-exp over the keys from `begin` on.
+
+        The kernel is given the keys from `first` on; none before are needed.
+        """
+        stop = self.begins[-1] + self.size - self.source.start
+        keys, values = (
+            x[None, :, first - self.source.start : stop]
+            for x in (self.source.keys, self.source.values)
+        )
+        backend = _backend()
+        starts = (begin - first).to(torch.int32).repeat_interleave(BLOCK // backend.block, dim=1)
+        output, logsumexp = backend.attention_with_logsumexp(
+            self.q.flatten(1, 2)[None], keys, values, self.slopes, starts[None]
+        )
+        shape = (self.count, self.size)
+        return output[0].unflatten(1, shape), logsumexp[0].unflatten(1, shape)
+
+
+def _backend() -> kernels.Backend:
+    backend = kernels.backend()
+    assert backend is not None
+    return backend
+
+
 def distance_bias(slope: float, farthest: int, nearest: int) -> Tensor:
     """-m d of the distances d from `farthest` down to `nearest`, fp32 [1, 1, 1, n]."""
     distances = torch.arange(farthest, nearest - 1, -1, dtype=torch.float64)
@@ -237,7 +373,7 @@ def distance_bias(slope: float, farthest: int, nearest: int) -> Tensor:
 
 
 @lru_cache(maxsize=8)
-def _near_mask(slopes: tuple[float, ...], size: int) -> Tensor:
+def _local_mask(slopes: tuple[float, ...], size: int) -> Tensor:
     """-m(i - j), and -inf for j > i, of a block's rows and its local and own keys, [1, H, ., .]."""
     with torch.inference_mode(False), torch.no_grad():
         distances = torch.arange(size)[:, None] + LOCAL_KEYS - torch.arange(LOCAL_KEYS + size)

@@ -167,6 +167,6 @@ def test_what_it_cannot_do_goes_to_another_kernel() -> None:
     assert kernel.tensors_unsupported_reason(wide, wide, wide) is None
     assert kernel.tensors_unsupported_reason(odd, odd, odd) == "a head width of 15"
     assert kernel.tensors_unsupported_reason(few, wide, wide) == "as few queries as 15"
-    with pytest.raises(ValueError, match="amx cannot do a head width of 15"):
+    with pytest.raises(ValueError, match="amx does not support a head width of 15"):
         attention(odd, odd, odd, slopes=None, kernel="amx")
     assert attention(odd, odd, odd, slopes=None).shape == odd.shape

@@ -174,7 +174,7 @@ def test_fp16() -> None:
 def test_windows(window: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     check(Case(6, 2, 200, 200, dtype, window=window))
     check(Case(6, 6, 5, 200, dtype, window=window))
-    monkeypatch.setattr(eager, "SCORES_AT_ONCE", 1)
+    monkeypatch.setattr(eager, "MAX_SCORES", 1)
     check(Case(6, 3, 100, 200, dtype, window=window))
 
 
@@ -185,8 +185,8 @@ def test_exact_kernel(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> No
     def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attention(q, k, v, slopes=slopes, kernel="eager")
 
-    for chunk_scores in (eager.SCORES_AT_ONCE, 1):
-        monkeypatch.setattr(eager, "SCORES_AT_ONCE", chunk_scores)
+    for chunk_scores in (eager.MAX_SCORES, 1):
+        monkeypatch.setattr(eager, "MAX_SCORES", chunk_scores)
         check(Case(6, 2, 129, 129, dtype, batch=2), ours)
         check(Case(6, 1, 100, 300, dtype), ours)
 

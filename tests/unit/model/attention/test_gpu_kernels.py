@@ -18,12 +18,11 @@ from torch.nn.attention import flex_attention as torch_flex
 
 from alibi_lm.bench.gpu_check import GpuCheck, exact_results, gpu_check
 from alibi_lm.cli.main import main
-from alibi_lm.kernels import unavailable_reason
 from alibi_lm.model.attention import dispatch as table
 from alibi_lm.model.attention import flash_attn, flex
-from alibi_lm.model.attention.dispatch import KERNELS, AttentionRequest, attention
+from alibi_lm.model.attention.dispatch import KERNELS, AttentionRequest, attention, choose_kernel
 from alibi_lm.model.config import ModelConfig
-from alibi_lm.model.pruning.block_bounds import first_key_per_block
+from alibi_lm.model.pruning.bounds import first_key_per_block
 from alibi_lm.model.slopes import alibi_slopes
 
 WIDTH = 16
@@ -66,7 +65,7 @@ def compared(
 def flex_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch refuses gradients on the CPU; its formula for them runs there all the same."""
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *tensors: None)
-    monkeypatch.setattr(flex, "LEAST_KEYS", 300)
+    monkeypatch.setattr(flex, "MIN_PRUNED_QUERIES", 300)
 
 
 def flex_results(case: tuple[Any, ...], epsilon: float = 0.0) -> tuple[list[Tensor], list[Tensor]]:
@@ -88,7 +87,7 @@ class TestFlex:
         found, right = flex_results(case)
         assert worst(*compared(case, found, right)) < 2e-5
 
-    def test_horizons(self) -> None:
+    def test_pruning(self) -> None:
         found, right = flex_results((4, 2, 1000, 1000, None), 1e-9)
         assert worst(found, right) < 2e-5
         coarse, _ = flex_results((4, 2, 1000, 1000, None), 1e-2)
@@ -112,15 +111,16 @@ class TestFlex:
 def test_the_blocks_of_a_mask_are_those_that_are_seen(
     queries: int, keys: int, window: int | None, epsilon: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flex, "LEAST_KEYS", 300)
+    monkeypatch.setattr(flex, "MIN_PRUNED_QUERIES", 300)
     q, k, _, _ = inputs(4, 2, queries, keys)
-    mask = flex.block_mask(q, k, alibi_slopes(4), window, epsilon)
+    slopes = torch.tensor(alibi_slopes(4))
+    mask = flex.block_mask(q, k, slopes, window, epsilon)
     size, offset = flex.BLOCK, keys - queries
     row, key = torch.arange(queries).unsqueeze(1), torch.arange(keys)
     seen = (key <= row + offset) & (row + offset - key < (window or keys))
     start = torch.zeros(1, 1, -(-queries // size), dtype=torch.int64)
     if epsilon:
-        start = first_key_per_block(q, k, alibi_slopes(4), epsilon, size) // size * size
+        start = first_key_per_block(q, k, slopes, epsilon, size) // size * size
         assert (start > 0).any()
     seen = seen & (key >= start.repeat_interleave(size, dim=2)[:, :, :queries, None])
     padded = torch.zeros(*seen.shape[:2], start.shape[2] * size, -(-keys // size) * size)
@@ -146,7 +146,7 @@ def test_the_compiled_kernel_reads_those_blocks(
     case: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch's C++ kernel, which has no backward pass, goes by the lists of blocks."""
-    monkeypatch.setattr(flex, "LEAST_KEYS", 300)
+    monkeypatch.setattr(flex, "MIN_PRUNED_QUERIES", 300)
     heads, kv_heads, queries, keys, window = case
     parts, slopes = inputs(heads, kv_heads, queries, keys), alibi_slopes(heads)
     compiled = torch.compile(torch_flex.flex_attention, dynamic=False)
@@ -234,11 +234,7 @@ class TestChoice:
             **{"slopes": alibi_slopes(8), "window": None, "bias": None, **options}
         )
         some: Any = like
-        return next(
-            n
-            for n, row in KERNELS.items()
-            if row.unsupported_reason(some, some, some, request) is None
-        )
+        return choose_kernel(some, some, some, request)
 
     @pytest.mark.parametrize(
         ("lacking", "options", "kernel"),
@@ -254,7 +250,14 @@ class TestChoice:
             ((), {"shape": (1, 8, 4096, 512)}, "eager"),
             ((), {"dtype": torch.float64}, "eager"),
             ((), {"bias": torch.zeros(8, 4)}, "eager"),
-            ((), {"slopes": torch.zeros(8)}, "eager"),
+            ((), {"slopes": torch.zeros(8, requires_grad=True)}, "eager"),
+            ((), {"slopes": torch.zeros(8)}, "flash_attn"),
+            # A kernel that prunes so many queries goes before one that cannot.
+            ((), {"epsilon": 1e-6}, "flex"),
+            ((), {"epsilon": 1e-6, "window": 100}, "flex"),
+            ((), {"epsilon": 1e-6, "slopes": None}, "flash_attn"),
+            ((), {"epsilon": 1e-6, "shape": (1, 8, 4095, 64)}, "flash_attn"),
+            (("flex",), {"epsilon": 1e-6}, "flash_attn"),
         ],
     )
     def test_on_a_gpu(
@@ -312,14 +315,15 @@ def test_the_script_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         model=ModelConfig(num_layers=1, hidden_size=32, num_heads=4, vocab_size=50),
     )  # fmt: skip
     path = tmp_path / "check.json"
+    pruning = {**vars(KERNELS["sdpa_cpu"]), "pruning_min_queries": 100}  # it says so, at least
+    monkeypatch.setitem(KERNELS, "sdpa_cpu", table.AttentionKernel(**pruning))
     result = gpu_check(settings, path)
     assert json.loads(path.read_text()) == result
     assert result["failed"] == []
     kernels = [row["kernel"] for row in result["correct"]]
-    # flash_cpu has no windows.
+    # sdpa_cpu has no windows.
     assert (kernels.count("sdpa_cpu"), kernels.count("eager")) == (8, 16)
-    native = [] if unavailable_reason() else ["amx"]  # bf16 alone
-    assert [row["kernel"] for row in result["pruning"]] == ["sdpa_cpu", *native, "sdpa_cpu"]
+    assert [row["kernel"] for row in result["pruning"]] == ["sdpa_cpu"] * 2
     assert result["kernels"]["flex"] == result["kernels"]["flash_attn"] == "device cpu"
     assert set(result["timed"][0]["forward_backward"]) == {
         "sdpa", "sdpa_cpu", "sdpa_cpu without bias", "sdpa_cpu pruning",

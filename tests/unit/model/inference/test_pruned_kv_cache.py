@@ -1,4 +1,4 @@
-"""Decoding with rings: right for every input, bounded for those that horizons bound."""
+"""The pruned KV cache: right for every input, bounded where attention spans are."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_token_by_token_and_in_pieces(
         assert report.queries == pieces.count(1) * batch * heads
 
 
-def test_rings_are_bounded_once_they_have_learnt_the_reach() -> None:
+def test_sliding_caches_are_bounded_once_they_have_the_span() -> None:
     length, slopes = 2600, (0.5, 0.25, 1 / 16)
     q, k, v = (noise(n, 1, 3, length, WIDTH) for n in (4, 5, 6))
     report = PrunedKVReport()
@@ -79,12 +79,12 @@ def test_rings_are_bounded_once_they_have_learnt_the_reach() -> None:
     assert hot < 2 * 3 * 1200 * WIDTH * 4
     assert (
         report.offload_queries - before
-        <= 1200 * 3 * pruned_kv_cache.TOO_MANY // pruned_kv_cache.REVIEW
+        <= 1200 * 3 * pruned_kv_cache.MAX_OFFLOAD_QUERIES // pruned_kv_cache.REVIEW_INTERVAL
     )
 
 
 @pytest.mark.parametrize("mapped", [False, True])
-def test_a_late_query_reaches_for_keys_long_gone(
+def test_a_late_query_reads_offloaded_keys(
     tmp_path: Path, mapped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Small norms first, then a query a hundred times larger, that wants the first keys."""
@@ -118,11 +118,11 @@ def test_nothing_breaks_the_certificate(seed: int, places: list[int], exponent: 
     assert_certified(out, q, k, v, slopes, 1e-3)
 
 
-def test_a_bound_that_is_left_out_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_bound_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         pruned_kv_cache,
-        "log_far_mass",
-        lambda rows, *_: torch.full_like(rows.norm[:, 0], -math.inf),
+        "log_dropped_mass",
+        lambda rows, *_: torch.full_like(rows.norms[:, 0], -math.inf),
     )
     q, k, v = (noise(n, 1, 1, 1500, WIDTH) for n in (7, 8, 9))
     out = decode(PrunedKVLayer(1e-6, None, PrunedKVReport()), q, k, v, (1 / 256,), [1] * 1500)
@@ -144,7 +144,7 @@ def test_truncation_forgets() -> None:
     assert (out.double() - exact).abs().max() < 2e-5
 
 
-def test_the_cold_store_reads_what_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_offload_store_reads_what_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_offload, "SEGMENT", 100)
     keys, values = noise(13, 2, 450, 4), noise(14, 2, 450, 4)
     store = KVOffloadStore()
@@ -160,7 +160,7 @@ def test_the_cold_store_reads_what_was_written(monkeypatch: pytest.MonkeyPatch) 
     assert store.num_bytes == 3 * 2 * 2 * 100 * 4 * 4
 
 
-def test_generation_is_the_dense_one_past_the_horizons() -> None:
+def test_pruned_generation_is_the_dense_one() -> None:
     config = ModelConfig(num_layers=2, hidden_size=64, num_heads=4, vocab_size=97, num_kv_heads=2)
     decoder = Decoder(config).eval()
     prompts = torch.randint(97, (2, DENSE_UP_TO), generator=torch.Generator().manual_seed(0))

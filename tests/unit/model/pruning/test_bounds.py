@@ -1,4 +1,4 @@
-"""Certified horizons: what is left out never matters more than epsilon says, for any input."""
+"""The certificate: dropped keys never matter more than epsilon allows, for any input."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from alibi_lm.model.attention.dispatch import attention
 from alibi_lm.model.pruning import block_sparse
 from alibi_lm.model.pruning.block_sparse import BlockSpans
 from alibi_lm.model.pruning.bounds import GRID, KeyNormBound, prior_attention_span, upper_norms
-from alibi_lm.model.pruning.pruned_attention import pruned_attention
 from alibi_lm.model.slopes import alibi_slopes
+from tests.unit.model.pruning.driver import pruned_sequence
 
 EPSILONS = [1e-3, 1e-6, 1e-9]
 DTYPES = [torch.float32, torch.bfloat16]
@@ -59,7 +59,7 @@ def large_norms(length: int) -> Problem:
     return Problem(problem.q * 6, problem.k * 6, problem.v, problem.slopes)
 
 
-def huge_far_key(length: int) -> Problem:
+def huge_distant_key(length: int) -> Problem:
     """One key of the start that late queries of some heads cannot do without."""
     problem = plain(length, seed=40)
     problem.k[:, 5] = 60 * problem.q[:, -7]
@@ -84,7 +84,7 @@ KINDS: dict[str, Callable[[int], Problem]] = {
     "random": plain,
     "trained": trained_like,
     "large norms": large_norms,
-    "huge far key": huge_far_key,
+    "huge distant key": huge_distant_key,
     "equal scores": equal_scores,
     "late loud query": late_loud_query,
 }
@@ -105,19 +105,19 @@ def reference(problem: Problem, rows: list[int]) -> Tensor:
     return torch.stack(outputs)
 
 
-def far_mass(problem: Problem, reaches: list[BlockSpans]) -> float:
+def dropped_mass(problem: Problem, spans: list[BlockSpans]) -> float:
     """The largest probability, in float64, that any row and head did not read."""
     group = problem.q.shape[0] // problem.k.shape[0]
     offset = problem.k.shape[1] - problem.q.shape[1]
     worst = 0.0
-    for reach in reaches:
-        ends = [*reach.first[1:], 2 * reach.first[-1] - reach.first[0] + 1]
-        size = ends[0] - reach.first[0] if len(reach.first) > 1 else block_sparse.BLOCK
-        for block, first in enumerate(reach.first):
+    for span in spans:
+        ends = [*span.first[1:], 2 * span.first[-1] - span.first[0] + 1]
+        size = ends[0] - span.first[0] if len(span.first) > 1 else block_sparse.BLOCK
+        for block, first in enumerate(span.first):
             stop = min(first + size, problem.k.shape[1])
             distances = torch.arange(first, stop)[:, None] - torch.arange(stop)
             for head, slope in enumerate(problem.slopes):
-                begin = first - int(reach.keys[head, block])
+                begin = first - int(span.keys[head, block])
                 if begin == 0:
                     continue
                 q = problem.q[head, first - offset : stop - offset].double()
@@ -128,9 +128,11 @@ def far_mass(problem: Problem, reaches: list[BlockSpans]) -> float:
     return worst
 
 
-def run(problem: Problem, epsilon: float, reaches: list[BlockSpans] | None = None) -> Tensor:
-    parts = (problem.q[None], problem.k[None], problem.v[None])
-    return pruned_attention(*parts, slopes=problem.slopes, epsilon=epsilon, reaches=reaches)[0]
+def run(problem: Problem, epsilon: float, spans: list[BlockSpans] | None = None) -> Tensor:
+    output, read = pruned_sequence(problem.q, problem.k, problem.v, problem.slopes, epsilon)
+    if spans is not None:
+        spans += read
+    return output
 
 
 DRAWS = 64
@@ -158,14 +160,14 @@ def dense_error(problem: Problem, rows: list[int], expected: Tensor) -> float:
 def check_one(
     problem: Problem, epsilon: float, rows: list[int], expected: Tensor, own: float
 ) -> list[BlockSpans]:
-    reaches: list[BlockSpans] = []
-    error = (run(problem, epsilon, reaches)[:, rows].double() - expected).abs().max().item()
+    spans: list[BlockSpans] = []
+    error = (run(problem, epsilon, spans)[:, rows].double() - expected).abs().max().item()
     # A vector's norm: largest over tokens, as the bound is of |o - o'|.
     largest = problem.v.double().norm(dim=-1).max().item()
     if error > 2 * epsilon * largest + 2 * own:
         own = max(dense_error(other, rows, reference(other, rows)) for other in redrawn(problem))
     assert error <= 2 * epsilon * largest + 2 * own, f"{error} of {largest}, dense {own}"
-    return reaches
+    return spans
 
 
 def redrawn(problem: Problem) -> Iterator[Problem]:
@@ -180,9 +182,9 @@ def redrawn(problem: Problem) -> Iterator[Problem]:
 def test_certificate(kind: str, dtype: torch.dtype) -> None:
     problem = KINDS[kind](1500).to(dtype)
     read = []
-    for epsilon, reaches in zip(EPSILONS, check(problem, EPSILONS), strict=True):
-        assert far_mass(problem, reaches) <= epsilon
-        read.append(sum(int(reach.keys.sum()) for reach in reaches))
+    for epsilon, spans in zip(EPSILONS, check(problem, EPSILONS), strict=True):
+        assert dropped_mass(problem, spans) <= epsilon
+        read.append(sum(int(span.keys.sum()) for span in spans))
     assert read == sorted(read)
 
 
@@ -196,7 +198,7 @@ def test_certificate_at_length(kind: str, length: int, dtype: torch.dtype) -> No
 
 
 def tight(epsilon: float) -> Problem:
-    """Far keys that are exactly what the bound allows for, from where the bound leaves them out."""
+    """Distant keys that are exactly what the bound allows for, from where it drops them."""
     slopes, length = (1 / 16,), 4096
 
     def planted(boundary: int) -> Problem:
@@ -208,24 +210,24 @@ def tight(epsilon: float) -> Problem:
         return Problem(direction.expand(1, length, WIDTH).clone(), k, v, slopes)
 
     # How far before its own start a block reads, then a boundary where some block starts to read.
-    reaches: list[BlockSpans] = []
-    run(planted(1024), epsilon, reaches)
-    block = next(n for n, first in enumerate(reaches[0].first) if first >= 2048)
-    begin = reaches[0].first[block] - int(reaches[0].keys[0, block])
+    spans: list[BlockSpans] = []
+    run(planted(1024), epsilon, spans)
+    block = next(n for n, first in enumerate(spans[0].first) if first >= 2048)
+    begin = spans[0].first[block] - int(spans[0].keys[0, block])
     assert 0 < begin < 2048
     return planted(begin + GRID)
 
 
-def test_a_horizon_one_key_block_too_short_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_span_one_step_too_short_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = tight(1e-3)
-    assert far_mass(problem, check(problem, [1e-3])[0]) <= 1e-3
-    enough = block_sparse.starts
+    assert dropped_mass(problem, check(problem, [1e-3])[0]) <= 1e-3
+    enough = block_sparse.first_key_from_logsumexp
 
     def too_short(*arguments: Tensor) -> Tensor:
-        begin, near = enough(*arguments), arguments[4]  # type: ignore[arg-type]
-        return torch.where(begin > 0, torch.minimum(begin + GRID, near), begin)
+        begin, local = enough(*arguments), arguments[4]  # type: ignore[arg-type]
+        return torch.where(begin > 0, torch.minimum(begin + GRID, local), begin)
 
-    monkeypatch.setattr(block_sparse, "starts", too_short)
+    monkeypatch.setattr(block_sparse, "first_key_from_logsumexp", too_short)
     with pytest.raises(AssertionError, match="dense"):
         check(problem, [1e-3])
 
@@ -257,14 +259,14 @@ def problems(draw: st.DrawFn) -> Problem:
 @settings(max_examples=40, deadline=None)
 @given(problems(), st.sampled_from([0.3, *EPSILONS]))
 def test_nothing_breaks_the_certificate(problem: Problem, epsilon: float) -> None:
-    assert far_mass(problem, check(problem, [epsilon])[0]) <= epsilon
+    assert dropped_mass(problem, check(problem, [epsilon])[0]) <= epsilon
 
 
 @pytest.mark.slow
 @settings(max_examples=600, deadline=None)
 @given(problems(), st.sampled_from([0.3, *EPSILONS]))
 def test_nothing_breaks_the_certificate_in_many_tries(problem: Problem, epsilon: float) -> None:
-    assert far_mass(problem, check(problem, [epsilon])[0]) <= epsilon
+    assert dropped_mass(problem, check(problem, [epsilon])[0]) <= epsilon
 
 
 @settings(max_examples=60, deadline=None)
@@ -279,7 +281,7 @@ def test_norms_are_never_too_small(seed: int, exponent: int, width: int) -> None
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=8), st.integers(0, 99))
-def test_the_ball_holds_all_keys_before_a_position(sizes: list[int], seed: int) -> None:
+def test_radii_hold_all_keys_before_a_position(sizes: list[int], seed: int) -> None:
     keys = noise(seed, 2, sum(sizes), 4) * torch.linspace(0.1, 3, sum(sizes)).unsqueeze(-1)
     ball = KeyNormBound(keys[:, : sizes[0]])
     for part in keys.split(sizes, dim=1):
@@ -303,18 +305,6 @@ def test_what_is_not_finite_is_read_by_everyone_after_it() -> None:
     assert out[:, : 2 * block_sparse.BLOCK].isfinite().all()
 
 
-def test_epsilon_zero_is_dense_and_mistakes_are_refused() -> None:
-    problem = plain(1000)
-    parts = (problem.q[None], problem.k[None], problem.v[None])
-    dense = attention(*parts, slopes=problem.slopes)
-    assert torch.equal(pruned_attention(*parts, slopes=problem.slopes, epsilon=0), dense)
-    for epsilon in (-1e-6, 1.0, math.nan):
-        with pytest.raises(ValueError, match="epsilon"):
-            pruned_attention(*parts, slopes=problem.slopes, epsilon=epsilon)
-    with pytest.raises(ValueError, match="gradient"):
-        pruned_attention(parts[0].requires_grad_(), *parts[1:], slopes=problem.slopes, epsilon=1e-6)
-
-
-def test_prior_horizon_is_the_published_example() -> None:
+def test_prior_attention_span_is_the_published_example() -> None:
     assert prior_attention_span(10, 1 / 2, 1e-6) == 68
     assert prior_attention_span(10, 1 / 256, 1e-6) == 8657
