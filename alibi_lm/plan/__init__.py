@@ -1,1 +1,1 @@
-"""What a run will hold, compute and send on every rank, worked out without starting it."""
+"""`alibi-lm plan`: what each rank of a run holds, computes and sends, without starting it."""

@@ -1,4 +1,4 @@
-"""The parameters that a rank holds, by the model's own code on torch's `meta` device."""
+"""The parameters that a rank holds, from the model's own code on torch's `meta` device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.layers import layers
 from alibi_lm.parallel.mesh import ParallelDim
 from alibi_lm.parallel.shard import shard_of
-from alibi_lm.plan.setting import Setting
+from alibi_lm.plan.planned_run import PlannedRun
 
 
 @dataclass(frozen=True)
@@ -32,31 +32,31 @@ class HeldParameter:
     """Whether it has weight decay, and so is in the first of the optimizer's groups."""
 
 
-def held_parameters(setting: Setting, rank: int) -> list[HeldParameter]:
-    """What a rank holds (before ZeRO splits it), in the order of its modules."""
-    place = setting.layout.place(rank)
-    axis = ParallelDim(place.tensor, setting.layout.tp)
-    return _stage_parameters(setting, place.stage, axis)
+def held_parameters(run: PlannedRun, rank: int) -> list[HeldParameter]:
+    """The parameters of a rank (before ZeRO splits them), in module order."""
+    place = run.layout.place(rank)
+    axis = ParallelDim(place.tensor, run.layout.tp)
+    return _stage_parameters(run, place.stage, axis)
 
 
-def _stage_parameters(setting: Setting, stage: int, axis: ParallelDim) -> list[HeldParameter]:
-    model = setting.config.model
+def _stage_parameters(run: PlannedRun, stage: int, axis: ParallelDim) -> list[HeldParameter]:
+    model = run.config.model
     first, block, last = _layer_parameters(_key(model), axis.rank, axis.size)
     held: list[HeldParameter] = []
-    for layer in setting.stages[stage]:
+    for layer in run.stages[stage]:
         if layer == 0:
             held.extend(_named("embedding", first))
         elif layer <= model.num_layers:
             held.extend(_named(f"blocks.{layer - 1}", block))
         else:
             held.extend(_named("head", last))
-    if model.tied_embeddings and setting.layout.pp > 1 and stage == setting.layout.pp - 1:
+    if model.tied_embeddings and run.layout.pp > 1 and stage == run.layout.pp - 1:
         held.append(_copy_of_embedding(first))
     return held
 
 
 def _copy_of_embedding(embedding: tuple[HeldParameter, ...]) -> HeldParameter:
-    """The last stage's own copy of a tied matrix; the first stage's counts."""
+    """The last stage's copy of a tied matrix, which counts on the first stage."""
     weight = next(parameter for parameter in embedding if parameter.name == "weight")
     return HeldParameter("embedding.weight", weight.numel, 0, weight.is_matrix)
 

@@ -1,4 +1,4 @@
-"""The plan of a run: what `alibi-lm plan` shows."""
+"""The plan of a run, rank by rank."""
 
 from __future__ import annotations
 
@@ -18,85 +18,85 @@ from alibi_lm.parallel.layout import Layout, RankCoordinate
 from alibi_lm.plan.communication import Sent, sent
 from alibi_lm.plan.memory import Activations, States, activations, states
 from alibi_lm.plan.parameters import HeldParameter, held_parameters
-from alibi_lm.plan.setting import Setting, zero_settings
+from alibi_lm.plan.planned_run import PlannedRun, zero_settings
 from alibi_lm.train.run import read_config
 
 ASSUMED_VOCABULARY = 50_304
-"""Token ids where the config does not say and the data is not here."""
+"""Vocabulary size if neither the config nor the data says."""
 CHECKPOINT_BYTES = 12
-"""Of a parameter: fp32 weight and two moments."""
+"""Bytes per parameter: fp32 weight and two moments."""
 
 
 @dataclass(frozen=True)
 class RankPlan:
     """What one rank holds, reads and sends."""
 
-    setting: Setting
+    run: PlannedRun
     rank: int
 
     @property
     def place(self) -> RankCoordinate:
-        """Where the rank stands."""
-        return self.setting.layout.place(self.rank)
+        """The rank's coordinate in the layout."""
+        return self.run.layout.place(self.rank)
 
     @property
     def layers(self) -> range:
         """Its layers: 0 is the embedding, the blocks follow, the last is the head."""
-        return self.setting.stages[self.place.stage]
+        return self.run.stages[self.place.stage]
 
     @property
     def heads(self) -> range:
         """Its query heads."""
-        share = self.setting.config.model.num_heads // self.setting.layout.tp
+        share = self.run.config.model.num_heads // self.run.layout.tp
         return range(self.place.tensor * share, (self.place.tensor + 1) * share)
 
     @property
     def kv_heads(self) -> range:
         """Its key/value heads."""
-        heads, tp = self.setting.config.model.kv_heads, self.setting.layout.tp
+        heads, tp = self.run.config.model.kv_heads, self.run.layout.tp
         share = max(1, heads // tp)
         first = self.place.tensor * heads // tp
         return range(first, first + share)
 
     @property
     def slopes(self) -> tuple[float, ...] | None:
-        """Slopes of its heads, learned ones as at the start; None without linear biases."""
-        slopes = head_slopes(self.setting.config.model)
+        """Slopes of its heads (of learned ones the initial values), or None without ALiBi."""
+        slopes = head_slopes(self.run.config.model)
         if slopes is None:
             return None
-        return slice_slopes(slopes, self.place.tensor, self.setting.layout.tp)
+        return slice_slopes(slopes, self.place.tensor, self.run.layout.tp)
 
     def samples(self, step: int = 0) -> list[list[int]]:
-        """The samples of a step that it reads, micro-batch by micro-batch."""
-        train, layout = self.setting.config.train, self.setting.layout
+        """The samples that it reads in a step, by micro-batch."""
+        train, layout = self.run.config.train, self.run.layout
         return batch_indices(
             step, train.global_batch_size, self.place.data, layout.dp, train.micro_batch_size
         )
 
     @cached_property
     def parameters(self) -> list[HeldParameter]:
-        """What it holds of the model before ZeRO splits it."""
-        return held_parameters(self.setting, self.rank)
+        """Its parameters before ZeRO splits them."""
+        return held_parameters(self.run, self.rank)
 
     @property
     def num_parameters(self) -> int:
-        """Elements of these."""
+        """Elements of its parameters."""
         return sum(held.numel for held in self.parameters)
 
     @cached_property
     def states(self) -> States:
         """Bytes of its weights and optimizer states."""
-        return states(self.setting, self.parameters, self.place.data)
+        return states(self.run, self.parameters, self.place.data)
 
     @cached_property
     def activations(self) -> Activations:
         """Bytes of its activations."""
-        return activations(self.setting, self.place.stage)
+        return activations(self.run, self.place.stage)
 
     @cached_property
     def sent(self) -> Sent:
         """Bytes that it sends in a step."""
-        return sent(self.setting, self.place.stage, self.parameters)
+        return sent(self.run, self.place.stage, self.parameters)
 
     @property
     def total(self) -> int:
@@ -108,61 +108,61 @@ class RankPlan:
 class Plan:
     """A run on a number of ranks."""
 
-    setting: Setting
+    run: PlannedRun
     notes: Sequence[str] = ()
-    """What had to be assumed."""
+    """Assumptions."""
 
     def rank(self, rank: int) -> RankPlan:
-        """One rank's part."""
-        return RankPlan(self.setting, rank)
+        """The plan of one rank."""
+        return RankPlan(self.run, rank)
 
     @property
     def num_parameters(self) -> int:
-        """Weights of the model; a shared one counts once."""
-        return num_parameters(self.setting.config.model)
+        """Parameters of the model, tied ones counted once."""
+        return num_parameters(self.run.config.model)
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Bytes of a checkpoint, its small files aside."""
+        """Bytes of a checkpoint without its small files."""
         return CHECKPOINT_BYTES * self.num_parameters
 
     @property
     def model_flops(self) -> float:
-        """Floating-point operations of a step, as MFU counts them."""
-        config = self.setting.config
+        """FLOPs of a step, as MFU counts them."""
+        config = self.run.config
         per_token = flops_per_token(config.model, config.train.sequence_length)
-        return per_token * self.setting.tokens_per_step
+        return per_token * self.run.tokens_per_step
 
     @property
     def hardware_flops(self) -> float:
-        """Those that the devices carry out: recomputation counts too.
+        """FLOPs that the devices carry out, recomputation included.
 
-        With it a block's forward pass is done twice, so its share grows by a third (Narayanan et
-        al. 2021, appendix: 96 B s l h^2 (1 + s / 6h + V / 16lh)).
+        Recomputation repeats each block's forward pass, so the blocks' share grows by a third
+        (Narayanan et al. 2021, appendix: 96 B s l h^2 (1 + s / 6h + V / 16lh)).
         """
-        model, tokens = self.setting.config.model, self.setting.tokens_per_step
-        if not self.setting.config.train.activation_checkpointing:
+        model, tokens = self.run.config.model, self.run.tokens_per_step
+        if not self.run.config.train.activation_checkpointing:
             return self.model_flops
         output = 6.0 * (model.vocab_size or 0) * model.hidden_size * tokens
         return (self.model_flops - output) * 4 / 3 + output
 
     @property
     def bubble(self) -> float:
-        """Idle time of the pipeline as a part of the busy time: (p - 1) / m."""
-        return (self.setting.layout.pp - 1) / self.setting.num_micro_batches
+        """Idle time of the pipeline relative to its busy time: (p - 1) / m."""
+        return (self.run.layout.pp - 1) / self.run.num_micro_batches
 
 
 def make_plan(path: str | Path, overrides: Sequence[str], num_ranks: int) -> Plan:
-    """The plan of a config on `num_ranks` ranks. Starts nothing and makes no tensor.
+    """The plan of a config on `num_ranks` ranks. Starts nothing and allocates no tensor.
 
     Raises:
-        ConfigError: with every problem that would keep the run from starting on them.
+        ConfigError: with every problem that would keep the run from starting.
     """
     config, block = read_config(path, overrides, num_ranks)
     notes = _fill_vocabulary(config)
     tp, pp = config.parallel.tp, config.parallel.pp
     layout = Layout(num_ranks // (tp * pp), tp, pp)
-    return Plan(Setting(config, layout, zero_settings(block)), notes)
+    return Plan(PlannedRun(config, layout, zero_settings(block)), notes)
 
 
 def _fill_vocabulary(config: Config) -> list[str]:

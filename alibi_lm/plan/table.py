@@ -1,18 +1,18 @@
-"""A plan as text."""
+"""Prints a plan as tables."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from alibi_lm.model.layers import vocab_size
 from alibi_lm.plan.communication import Sent
+from alibi_lm.plan.planned_run import PlannedRun
 from alibi_lm.plan.planner import Plan, RankPlan
-from alibi_lm.plan.setting import Setting
 
 ROWS_SHOWN = 8
-"""Places that are listed; of more, the first ones and the last."""
+"""Rows of a list of ranks; longer ones are cut in the middle."""
 _GIB, _MIB = 2**30, 2**20
-_MEMORY = (
+_MEMORY: tuple[tuple[str, Callable[[RankPlan], int]], ...] = (
     ("weights", lambda part: part.states.weights),
     ("gathered", lambda part: part.states.gathered),
     ("gradients", lambda part: part.states.gradients),
@@ -20,33 +20,32 @@ _MEMORY = (
     ("moments", lambda part: part.states.moments),
     ("buffers", lambda part: part.states.buffers),
     ("on host", lambda part: -part.states.on_host),
-    ("activations", lambda part: part.activations.in_flight * part.activations.micro_batch),
-    ("working", lambda part: part.activations.total
-                - part.activations.in_flight * part.activations.micro_batch),
-)  # fmt: skip
+    ("activations", lambda part: part.activations.saved),
+    ("working", lambda part: part.activations.total - part.activations.saved),
+)
 _SENT = (
     ("tensor parallel", "tensor"),
     ("stage to stage", "pipeline"),
-    ("joined again", "pipeline_gathers"),
-    ("tied matrix", "tied"),
+    ("stage gathers", "pipeline_gathers"),
+    ("tied embedding", "tied"),
     ("gradients", "gradients"),
     ("weights", "weights"),
 )
 NOTES = """\
-GiB = 2^30 bytes, MiB = 2^20 bytes, on one rank. "working" is what the loss needs or, if it is more,
-a block computed again. Not counted: the framework's own memory, fragmentation, and what single
-operations need. Bytes sent are what ring algorithms send: an all-reduce of S bytes over n ranks
+GiB = 2^30 bytes, MiB = 2^20 bytes, on one rank. "working" is the peak of the loss or, if larger,
+of a recomputed block. Not counted: the framework's own memory, fragmentation, and temporaries of
+single operations. Bytes sent are those of ring algorithms: an all-reduce of S bytes over n ranks
 2 (n-1)/n S, an all-gather or reduce-scatter (n-1)/n S; sums of a few numbers are left out."""
 
 
 def plan_lines(plan: Plan, *, slopes: bool = False) -> Iterator[str]:
-    """The plan of all ranks; `slopes` lists every head's."""
-    setting = plan.setting
+    """The plan of all ranks; `slopes` lists the slope of every head."""
+    run = plan.run
     yield from _headlines(plan)
     yield ""
-    yield from _places(setting, slopes)
+    yield from _places(run, slopes)
     yield ""
-    parts = [plan.rank(ranks.start) for ranks in _stage_ranks(setting)]
+    parts = [plan.rank(ranks.start) for ranks in _stage_ranks(run)]
     unit, name = _unit(part.total for part in parts)
     yield f"memory in {name}"
     yield from _table(_memory_rows(parts, unit))
@@ -62,13 +61,13 @@ def plan_lines(plan: Plan, *, slopes: bool = False) -> Iterator[str]:
 
 def rank_lines(plan: Plan, rank: int) -> Iterator[str]:
     """Everything about one rank."""
-    part, setting = plan.rank(rank), plan.setting
+    part, run = plan.rank(rank), plan.run
     place = part.place
     yield (
-        f"rank {rank} of {setting.layout.num_ranks}: stage {place.stage}, data-parallel place "
+        f"rank {rank} of {run.layout.num_ranks}: stage {place.stage}, data-parallel place "
         f"{place.data}, tensor-parallel place {place.tensor}"
     )
-    yield f"layers   {_layers(setting, place.stage)}"
+    yield f"layers   {_layers(run, place.stage)}"
     yield f"heads    {_span(part.heads)}, key/value heads {_span(part.kv_heads)}"
     if part.slopes is not None:
         yield f"slopes   {_all(part.slopes)}"
@@ -89,13 +88,12 @@ def rank_lines(plan: Plan, rank: int) -> Iterator[str]:
 
 
 def _headlines(plan: Plan) -> Iterator[str]:
-    setting = plan.setting
-    config, layout = setting.config, setting.layout
+    run = plan.run
+    config, layout = run.config, run.layout
     model, train = config.model, config.train
     again = train.activation_checkpointing
     yield (
-        f"{config.run.dir} on {layout.describe()}, ZeRO stage {setting.zero.stage}, "
-        f"{train.precision}"
+        f"{config.run.dir} on {layout.describe()}, ZeRO stage {run.zero.stage}, {train.precision}"
     )
     padding = -vocab_size(model) % layout.tp
     padded = f" (padded by {padding})" if padding else ""
@@ -105,17 +103,17 @@ def _headlines(plan: Plan) -> Iterator[str]:
     )
     yield (
         f"step        {train.global_batch_size:,} samples of {train.sequence_length:,} tokens = "
-        f"{setting.tokens_per_step:,} tokens; micro-batches of {train.micro_batch_size}, "
-        f"{setting.num_micro_batches:,} a rank"
+        f"{run.tokens_per_step:,} tokens; micro-batches of {train.micro_batch_size}, "
+        f"{run.num_micro_batches:,} a rank"
     )
     flops = f"arithmetic  {plan.model_flops:.4g} FLOPs a step"
     if again:
-        flops += f", {plan.hardware_flops:.4g} with what is computed again"
+        flops += f", {plan.hardware_flops:.4g} with recomputation"
     yield flops
     if layout.pp > 1:
         yield (
             f"bubble      {plan.bubble:.2%} of the busy time: ({layout.pp} - 1) / "
-            f"{setting.num_micro_batches}"
+            f"{run.num_micro_batches}"
         )
     parts = plan.rank(0).activations
     unit, name = _unit([parts.block])
@@ -128,27 +126,30 @@ def _headlines(plan: Plan) -> Iterator[str]:
     yield f"checkpoint  {plan.checkpoint_bytes / unit:,.2f} {name}, 12 bytes a parameter"
 
 
-def _places(setting: Setting, slopes: bool) -> Iterator[str]:
-    """Which rank holds which stage, which heads, and which samples."""
-    rows = [*_shown(_stage_places(setting)), *_shown(_tensor_places(setting, slopes)),
-            *_shown(_data_places(setting))]  # fmt: skip
+def _places(run: PlannedRun, slopes: bool) -> Iterator[str]:
+    """The stages, heads and samples of the ranks."""
+    rows = [
+        *_shown(_stage_places(run)),
+        *_shown(_tensor_places(run, slopes)),
+        *_shown(_data_places(run)),
+    ]
     width = max(len(left) for left, _ in rows)
     for left, right in rows:
         yield f"{left:<{width}}  {right}".rstrip()
 
 
-def _stage_places(setting: Setting) -> list[tuple[str, str]]:
+def _stage_places(run: PlannedRun) -> list[tuple[str, str]]:
     return [
-        (_ranks([ranks]), f"stage {stage}: {_layers(setting, stage)}")
-        for stage, ranks in enumerate(_stage_ranks(setting))
+        (_ranks([ranks]), f"stage {stage}: {_layers(run, stage)}")
+        for stage, ranks in enumerate(_stage_ranks(run))
     ]
 
 
-def _tensor_places(setting: Setting, slopes: bool) -> list[tuple[str, str]]:
+def _tensor_places(run: PlannedRun, slopes: bool) -> list[tuple[str, str]]:
     rows = []
-    model, layout = setting.config.model, setting.layout
+    model, layout = run.config.model, run.layout
     for place in range(layout.tp):
-        part = RankPlan(setting, place)
+        part = RankPlan(run, place)
         same = [range(rank, rank + 1) for rank in range(place, layout.num_ranks, layout.tp)]
         text = f"heads {_span(part.heads)}"
         if model.kv_heads < model.num_heads:
@@ -160,23 +161,23 @@ def _tensor_places(setting: Setting, slopes: bool) -> list[tuple[str, str]]:
     return rows
 
 
-def _data_places(setting: Setting) -> list[tuple[str, str]]:
+def _data_places(run: PlannedRun) -> list[tuple[str, str]]:
     rows = []
-    layout = setting.layout
+    layout = run.layout
     for place in range(layout.dp):
         first_ranks = [(stage * layout.dp + place) * layout.tp for stage in range(layout.pp)]
         same = [range(first, first + layout.tp) for first in first_ranks]
-        first = RankPlan(setting, first_ranks[0]).samples()[0]
+        first = RankPlan(run, first_ranks[0]).samples()[0]
         text = f"samples {_span(_range(first))} of a step"
-        if setting.num_micro_batches > 1:
-            every = setting.config.train.micro_batch_size * layout.dp
+        if run.num_micro_batches > 1:
+            every = run.config.train.micro_batch_size * layout.dp
             text += f", and on in steps of {every}"
         rows.append((_ranks(same), text))
     return rows
 
 
 def _ranks(groups: Sequence[range]) -> str:
-    """Ranks in words; of more than two groups, the first two."""
+    """Ranks in words; the first two of several groups."""
     count = sum(len(ranks) for ranks in groups)
     more = ", ..." if len(groups) > 2 else ""
     return f"rank{'s' * (count > 1)} {', '.join(_span(ranks) for ranks in groups[:2])}{more}"
@@ -188,14 +189,14 @@ def _shown(rows: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
     return [*rows[: ROWS_SHOWN - 2], ("...", ""), rows[-1]]
 
 
-def _stage_ranks(setting: Setting) -> list[range]:
-    share = setting.layout.dp * setting.layout.tp
-    return [range(stage * share, (stage + 1) * share) for stage in range(setting.layout.pp)]
+def _stage_ranks(run: PlannedRun) -> list[range]:
+    share = run.layout.dp * run.layout.tp
+    return [range(stage * share, (stage + 1) * share) for stage in range(run.layout.pp)]
 
 
-def _layers(setting: Setting, stage: int) -> str:
-    last = setting.config.model.num_layers + 1
-    layers = setting.stages[stage]
+def _layers(run: PlannedRun, stage: int) -> str:
+    last = run.config.model.num_layers + 1
+    layers = run.stages[stage]
     blocks = [layer - 1 for layer in layers if 0 < layer < last]
     parts = ["embedding"] if layers.start == 0 else []
     parts.append(f"blocks {_span(range(blocks[0], blocks[-1] + 1))}")
@@ -214,13 +215,15 @@ def _memory_rows(parts: Sequence[RankPlan], unit: int) -> list[list[str]]:
     rows = [header]
     for part in parts:
         values = [f"{value(part) / unit:.2f}" for _, value in columns]
-        rows.append([
-            str(part.place.stage),
-            f"{part.num_parameters:,}",
-            *values,
-            str(part.activations.in_flight),
-            f"{part.total / unit:.2f}",
-        ])  # fmt: skip
+        rows.append(
+            [
+                str(part.place.stage),
+                f"{part.num_parameters:,}",
+                *values,
+                str(part.activations.in_flight),
+                f"{part.total / unit:.2f}",
+            ]
+        )
     return rows
 
 

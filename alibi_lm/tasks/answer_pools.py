@@ -1,4 +1,4 @@
-"""Numbers as answers: pools of equal token length, and what a text already holds."""
+"""Numbers as answers: pools of equal token length, and the numbers in a text."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Answer:
 def answer_pool(
     tokenizer: Tokenizer, seed: int, form: str, num_digits: int, at_least: int
 ) -> list[Answer]:
-    """Different numbers that take equally many tokens: the most common count is taken.
+    """Different numbers of equally many tokens, the most common count among random ones.
 
     Args:
         form: how an answer is written, with one field, for example ` {number}`.
@@ -39,13 +39,13 @@ def answer_pool(
     drawn = low + generator.choice(9 * low, size=min(POOL_DRAWS, 9 * low), replace=False)
     pool = equally_long(tokenizer, form, list(map(str, drawn.tolist())))
     if len(pool) < at_least:
-        rule = f"writes only {len(pool)} of {len(drawn)} numbers in equally many tokens"
+        rule = f"writes only {len(pool)} of {len(drawn)} numbers in the same number of tokens"
         raise DataError(Problem("tokenizer", None, rule, "use a tokenizer with digits"))
     return pool
 
 
 def equally_long(tokenizer: Tokenizer, form: str, texts: list[str]) -> list[Answer]:
-    """Those texts that the tokenizer can write, in the most common number of tokens."""
+    """The texts that the tokenizer can write in the most common number of tokens."""
     field = re.search(r"\{\w+\}", form)
     if field is None:
         raise ValueError(f"{form!r} has no field")
@@ -60,7 +60,7 @@ def equally_long(tokenizer: Tokenizer, form: str, texts: list[str]) -> list[Answ
 
 
 def numbers_in(text: str, num_digits: int) -> Iterator[str]:
-    """Every run of `num_digits` digits in a text, those inside longer runs included."""
-    for run in re.findall(rf"[0-9]{{{num_digits},}}", text):
-        for start in range(len(run) - num_digits + 1):
-            yield run[start : start + num_digits]
+    """Every sequence of `num_digits` digits in a text, also inside longer ones."""
+    for digits in re.findall(rf"[0-9]{{{num_digits},}}", text):
+        for start in range(len(digits) - num_digits + 1):
+            yield digits[start : start + num_digits]

@@ -29,7 +29,7 @@ VALUES = tuple(str(number) for number in range(10, 100))
 class Recall:
     """MQAR: pairs, text of the corpus, then queries, of which the last is scored.
 
-    The queries before it are answered. So every length asks for recall from about its whole
+    Earlier queries come with their answers. Every length thus asks for recall over about its whole
     distance. Closed set: the values of all pairs. Prompts have exactly the length asked for.
     """
 
@@ -54,7 +54,7 @@ class Recall:
 
     @property
     def chance(self) -> float:
-        """One of the values of the prompt."""
+        """One in the number of pairs."""
         return 1 / self._pairs
 
     @property
@@ -63,25 +63,25 @@ class Recall:
         return len(self._values[0].tokens)
 
     def shortest(self, length: int) -> int:
-        """Pairs and queries, and a line's worth of text between them."""
+        """Pairs and queries, and text of a line's length between them."""
         widest = max(len(self._encode(QUERY.format(key=key))) for key in KEYS[:: len(KEYS) // 60])
         line = widest + 1 + self.answer_budget
         return line * (self._pairs + self._queries) + len(self._encode(END)) + line
 
     def prompt(self, length: int, index: int, control: bool = False) -> Prompt:
-        """Prompt `index`; a control states another key in place of the one asked for.
+        """Prompt `index`; a control states a different key instead of the queried one.
 
         Raises:
-            DataError: the corpus already holds most keys.
+            DataError: the corpus already contains most keys.
         """
         generator = generator_of(self._seed, self.name, length, index)
-        cut = self._haystack.cut(generator, length)
-        text = cut.text
+        filler = self._haystack.sample(generator, length)
+        text = filler.text
         order = (KEYS[i] for i in generator.permutation(len(KEYS)).tolist())
         free = (key for key in order if QUERY.format(key=key) not in text)
         keys = list(islice(free, self._pairs + 1))
         if len(keys) <= self._pairs:
-            rule = "a haystack holds most keys already"
+            rule = "the haystack already contains most keys"
             raise DataError(Problem(self.name, None, rule, "choose another corpus"))
         spare = keys.pop()
         values = [self._values[i] for i in generator.permutation(len(self._values))[: self._pairs]]
@@ -93,7 +93,7 @@ class Recall:
         tail = [*answered, self._encode(QUERY.format(key=keys[wanted]))]
         end = self._encode(END)
         size = length - self.answer_budget - len(end) - sum(map(len, [*pairs, *tail]))
-        tokens = joined([*pairs, end, cut.tokens[:size], *tail])
+        tokens = joined([*pairs, end, filler.tokens[:size], *tail])
         return Prompt(
             tokens=tokens,
             answer_budget=self.answer_budget,

@@ -1,4 +1,4 @@
-"""Haystacks of real text, cut from token files, and the ends of their lines."""
+"""Haystacks of real text, sampled from token files, and their line ends."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from alibi_lm.data.tokenizer import Tokenizer
 from alibi_lm.utils.errors import Problem
 
 LARGEST_WALK = 256
-"""Tokens walked back to a line's end before a fact is put exactly where asked."""
+"""Most tokens that a fact moves back to reach a line end."""
 
 
 @dataclass(frozen=True)
 class Slice:
-    """Consecutive tokens of a corpus, and the text of each on its own."""
+    """Consecutive tokens of a corpus, and the text of each token."""
 
     tokens: np.ndarray
     texts: list[str]
@@ -29,7 +29,7 @@ class Slice:
 
 
 class Haystack:
-    """Cuts consecutive tokens from random places of token files."""
+    """Samples consecutive tokens from random places of token files."""
 
     def __init__(self, tokenizer: Tokenizer, files: Sequence[TokenFile]) -> None:
         self._tokenizer = tokenizer
@@ -38,18 +38,18 @@ class Haystack:
 
     @property
     def longest(self) -> int:
-        """The most consecutive tokens that there are."""
+        """The largest possible slice, in tokens."""
         return max((int(file.num_tokens) for file in self._files), default=0)
 
     def problem(self, key: str, length: int) -> Problem | None:
-        """What is wrong with a length that has more tokens than any corpus."""
+        """The problem of a length that exceeds every corpus, or None."""
         if length <= self.longest:
             return None
         names = ", ".join(str(file.prefix) for file in self._files)
         rule = f"the longest haystack corpus ({names}) has {self.longest:,} tokens"
         return Problem(key, length, rule, "leave it out")
 
-    def cut(self, generator: np.random.Generator, length: int) -> Slice:
+    def sample(self, generator: np.random.Generator, length: int) -> Slice:
         """`length` consecutive tokens from a random place of the corpora."""
         places = np.array([max(0, int(f.num_tokens) - length + 1) for f in self._files])
         place = int(generator.integers(places.sum()))
@@ -67,7 +67,7 @@ class Haystack:
 
 
 def line_ends(texts: Sequence[str]) -> np.ndarray:
-    """Positions at which a line is over: the start, after a newline, before a token with one."""
+    """Positions of line ends: the start, after a newline, before a token that begins with one."""
     ends = [0]
     for position in range(1, len(texts) + 1):
         before = texts[position - 1].endswith("\n")
@@ -78,10 +78,9 @@ def line_ends(texts: Sequence[str]) -> np.ndarray:
 
 
 def place(ends: np.ndarray, asked: int) -> tuple[int, bool]:
-    """Where to put a fact that is wanted at position `asked`, and whether a line ends there.
+    """Where to insert a fact wanted at position `asked`, and whether a line ends there.
 
-    Walked back to the nearest end of a line; where none is within LARGEST_WALK tokens, `asked`
-    itself is taken.
+    The nearest line end before it, or `asked` itself if none is within `LARGEST_WALK` tokens.
     """
     index = int(np.searchsorted(ends, asked, side="right")) - 1
     if index >= 0 and asked - ends[index] <= LARGEST_WALK:

@@ -1,4 +1,4 @@
-"""Passkey retrieval, as Landmark Attention and Position Interpolation ask it (arXiv 2306.15595).
+"""Passkey retrieval, as in Landmark Attention and Position Interpolation (arXiv 2306.15595).
 
 A five-digit key is stated somewhere in repeated filler, and asked for at the end. Distances are
 absolute: tokens from the statement to the end of the prompt.
@@ -23,18 +23,18 @@ FILLER = (
     "Here we go.",
     "There and back again.",
 )
-"""Sentences that repeat in this order, each after the first with a space before it."""
+"""Sentences that repeat in this order, joined by spaces."""
 KEY_LINE = "\nThe pass key is {key}. Remember it. {key} is the pass key.\n"
 QUESTION = "\nWhat is the pass key? The pass key is"
 ANSWER = " {key}"
 NUM_DIGITS = 5
 NUM_CANDIDATES = 10
 SUCCESS = 0.2
-"""Share of right answers that Position Interpolation asks for in its k_max."""
+"""Accuracy that Position Interpolation's k_max requires."""
 
 
 class Passkey:
-    """The task; prompts have exactly the length asked for."""
+    """The passkey task; prompts have exactly the length asked for."""
 
     name = "passkey"
     metric: Metric = "begins"
@@ -66,7 +66,7 @@ class Passkey:
         ]
 
     def shortest(self, length: int) -> int:
-        """Head, key, question and answer, and one round of filler."""
+        """Head, key, question, answer, and one round of filler."""
         line = len(self._line(self._pool[0]))
         round_ = sum(map(len, self._cycle))
         return (
@@ -83,7 +83,7 @@ class Passkey:
         return len(self._pool[0].tokens)
 
     def distances(self, length: int) -> list[int]:
-        """The distances asked for at a length: evenly spaced up to the whole prompt."""
+        """The distances tested at a length: evenly spaced up to the whole prompt."""
         nearest = len(self._line(self._pool[0])) + len(self._encode(QUESTION))
         farthest = length - self.answer_budget - len(self._encode(HEAD))
         steps = np.arange(1, self.num_distances + 1) / self.num_distances
@@ -92,8 +92,8 @@ class Passkey:
     def prompt(self, length: int, index: int, control: bool = False) -> Prompt:
         """Prompt `index`, at distance `index` modulo the number of distances.
 
-        The statement lies at the start of the sentence in which the asked distance falls, so at
-        most a sentence nearer. A control has filler in its place.
+        The statement stands at the start of the sentence in which that distance falls, so at most
+        one sentence nearer. A control has filler in its place.
         """
         generator = generator_of(self._seed, self.name, length, index)
         chosen = generator.choice(len(self._pool), size=NUM_CANDIDATES, replace=False)
@@ -129,20 +129,20 @@ class Passkey:
             position += 1
 
     def _filled(self, size: int) -> np.ndarray:
-        """Exactly `size` tokens of filler, cut at their beginning."""
+        """Exactly `size` tokens of filler, truncated at the beginning."""
         round_ = joined(self._cycle)
         whole = np.tile(round_, size // len(round_) + 1)
         return whole[len(whole) - size :]
 
 
 def k_max(rates: list[tuple[int, float]]) -> int | None:
-    """Position Interpolation's effective window: the largest distance with success at all smaller.
+    """Position Interpolation's effective window: the largest distance below which all succeed.
 
     Args:
-        rates: distances and shares of right answers.
+        rates: distances and accuracies.
 
     Returns:
-        None where even the smallest distance has no success.
+        None if even the smallest distance fails.
     """
     largest = None
     for distance, rate in sorted(rates):

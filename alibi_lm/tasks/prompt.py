@@ -1,4 +1,4 @@
-"""What every task makes: prompts of token ids, with the answers that are looked for."""
+"""The interface of a task: prompts of token ids, with the right answers."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ Tokens = Sequence[int] | np.ndarray
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt and what is right."""
+    """One prompt and its right answers."""
 
     tokens: np.ndarray
     """`[length - answer_budget]` int64 token ids."""
     answer_budget: int
     """Tokens that the answer may take: part of the length."""
     references: tuple[str, ...]
-    """What is looked for in the answer."""
+    """Texts that the answer should contain."""
     distance: int
     """Tokens from the start of the farthest needed fact to the end of the prompt."""
     candidates: tuple[tuple[int, ...], ...] = ()
-    """Closed set: continuations of equally many tokens, in random order; or none."""
+    """Closed set of continuations of equal length in random order; empty if there is none."""
     truth: int = 0
     """Index of the right candidate."""
     counts: dict[str, int] = field(default_factory=dict)
-    """What it was made of: keys, values, words and so on."""
+    """Numbers of its parts: keys, values, words and so on."""
 
     @property
     def length(self) -> int:
-        """Tokens of the prompt and of the answer's room."""
+        """Tokens of the prompt and of the answer budget."""
         return len(self.tokens) + self.answer_budget
 
 
@@ -45,17 +45,17 @@ class Task(Protocol):
 
     @property
     def name(self) -> str:
-        """As results name it."""
+        """The name in results."""
         ...
 
     @property
     def metric(self) -> Metric:
-        """How answers are scored: `alibi_lm.tasks.metrics`."""
+        """How answers are scored, see `alibi_lm.tasks.metrics`."""
         ...
 
     @property
     def chance(self) -> float | None:
-        """Share that closed-set ranking gets by chance; None where the answer set is not closed."""
+        """Accuracy of closed-set ranking by chance; None if the answer set is open."""
         ...
 
     @property
@@ -64,23 +64,23 @@ class Task(Protocol):
         ...
 
     def shortest(self, length: int) -> int:
-        """The least length that a prompt needs, by the sizes that hold at `length`."""
+        """The least length that a prompt needs, with the sizes used at `length`."""
         ...
 
     def prompt(self, length: int, index: int, control: bool = False) -> Prompt:
-        """Prompt `index` of at most `length` tokens, the answer's room included.
+        """Prompt `index` of at most `length` tokens, the answer budget included.
 
-        Time is linear in the length. With `control`, the needed facts are left out and something
-        else of their kind or more haystack stands in their place.
+        Time is linear in the length. With `control`, something of the same kind or more
+        haystack replaces the needed facts.
 
         Raises:
-            DataError: the haystack already holds what must be there once.
+            DataError: the haystack already contains the facts.
         """
         ...
 
 
 class Encoder:
-    """Encodes pieces of text, each on its own, and remembers those that recur."""
+    """Encodes pieces of text one by one, and caches those that recur."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -99,16 +99,16 @@ class Encoder:
 
 
 def generator_of(seed: int, task: str, length: int, index: int) -> np.random.Generator:
-    """The randomness of one prompt, whatever was made before it."""
+    """The random generator of one prompt, independent of all others."""
     return np.random.default_rng([seed, zlib.crc32(task.encode()), length, index])
 
 
 def joined(parts: Iterable[Tokens]) -> np.ndarray:
-    """Token ids of pieces one after another, int64."""
+    """Token ids of consecutive pieces, int64."""
     arrays = [np.asarray(part, dtype=np.int64) for part in parts]
     return np.concatenate(arrays) if arrays else np.empty(0, dtype=np.int64)
 
 
 def listed(names: Sequence[str]) -> str:
-    """Names as the published prompts list them: `a`, or `a, b, and c`."""
+    """Names as the published prompts enumerate them: `a`, or `a, b, and c`."""
     return ", ".join(names[:-1]) + ", and " + names[-1] if len(names) > 1 else names[0]

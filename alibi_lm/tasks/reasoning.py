@@ -1,7 +1,7 @@
-"""Copying, addition and sorting as text: do they generalize to more items than were trained?
+"""Copying, addition and sorting as text, to test generalization to more items than trained.
 
-In the manner of Kazemnejad et al. 2023 (arXiv 2305.19466), who train on problems of up to 20 items
-and test on up to 40. A problem is one line with its answer after a marker:
+After Kazemnejad et al. 2023 (arXiv 2305.19466), who train on problems of up to 20 items and test on
+up to 40. A problem is one line with its answer after a marker:
 
     copy: k a q = k a q
     sort: k a q = a k q
@@ -29,14 +29,14 @@ END = "\n"
 
 @dataclass(frozen=True)
 class Question:
-    """One problem: what is asked, up to its marker, and the answer."""
+    """One problem: the question up to its marker, and the answer."""
 
     prompt: str
     answer: str
 
     @property
     def pieces(self) -> tuple[str, str, str]:
-        """The parts of the line, which are to be encoded one by one."""
+        """The parts of the line, to be encoded one by one."""
         return self.prompt, self.answer, END
 
 
@@ -68,9 +68,13 @@ class ReasoningGenerator:
     """
 
     def __init__(
-        self, tasks: Sequence[str], lengths: tuple[int, int], max_tokens: int, seed: int,
+        self,
+        tasks: Sequence[str],
+        lengths: tuple[int, int],
+        max_tokens: int,
+        seed: int,
         encode: Callable[[str], list[int]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Set what documents are made of.
 
         Args:
@@ -83,7 +87,7 @@ class ReasoningGenerator:
         """
         self._tasks = tuple(tasks)
         self._lengths = lengths
-        self._room = max_tokens - 1
+        self._budget = max_tokens - 1
         self._seed = seed
         self._encode = encode
         self._end_size = len(encode(END))
@@ -94,7 +98,7 @@ class ReasoningGenerator:
                 question(task, lengths[1], np.random.default_rng([seed, i])) for i in range(8)
             ]
             size = max(map(self._size, longest))
-            if size > self._room:
+            if size > self._budget:
                 rule = (
                     f"has no room for {lengths[1]} items of task {task} ({size} tokens and an end)"
                 )
@@ -110,7 +114,7 @@ class ReasoningGenerator:
         """
         generator = np.random.default_rng([self._seed, index])
         pieces: list[str] = []
-        left = self._room
+        left = self._budget
         while True:
             task = self._tasks[int(generator.integers(len(self._tasks)))]
             length = int(generator.integers(self._lengths[0], self._lengths[1] + 1))

@@ -1,12 +1,12 @@
-"""Training documents of recall: facts, filler, and queries that end as the evals' prompts do.
+"""Training documents for recall: facts, filler, and queries in the form of the evals' prompts.
 
 A document is a list of pieces of text. Each piece is to be encoded by itself and the token ids
 joined, as the evals put their prompts together, so that a document's token ids are exactly those
 of a prompt followed by its answers. Document i is a pure function of (settings, filler, i), and
 takes time linear in its length.
 
-Every fact is stated once and asked for at most once, after it. Keys and numbers are drawn anew for
-every document, so that nothing but looking back helps to answer.
+Every fact is stated once and queried at most once, later. Keys and numbers are drawn for each
+document, so that only the document itself helps to answer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from alibi_lm.utils.errors import DataError, Problem
 
 KINDS = ("statements", "passkey", "pairs")
 _MIN_FILLER = 2_000
-"""Characters of text that filler is cut from at least."""
+"""Least characters of the filler's text."""
 
 
 @dataclass(frozen=True)
@@ -34,18 +34,19 @@ class Fact:
 
 
 class Filler:
-    """Text between facts, cut to an exact number of tokens.
+    """Text between facts, of an exact number of tokens.
 
     Raises:
-        DataError: the text is too short to be cut from.
+        DataError: the text is too short.
     """
 
-    def __init__(self, text: str, encode: Callable[[str], list[int]],
-                 decode: Callable[[Sequence[int]], str]) -> None:  # fmt: skip
+    def __init__(
+        self, text: str, encode: Callable[[str], list[int]], decode: Callable[[Sequence[int]], str]
+    ) -> None:
         """Cut filler from a text.
 
         Args:
-            text: what is cut from; from its start on again where it ends.
+            text: the source; it wraps around at its end.
             encode, decode: text to token ids and back.
         """
         if len(text) < _MIN_FILLER:
@@ -56,7 +57,7 @@ class Filler:
         characters = sorted(set(text[:_MIN_FILLER]) - set("0123456789"))
         self._singles = [character for character in characters if len(encode(character)) == 1]
 
-    def cut(self, generator: np.random.Generator, num_tokens: int) -> tuple[str, ...]:
+    def sample(self, generator: np.random.Generator, num_tokens: int) -> tuple[str, ...]:
         """Pieces of `num_tokens` tokens in all, from a random place of the text."""
         pieces: list[str] = []
         while num_tokens > 0:
@@ -72,7 +73,7 @@ class Filler:
         return tuple(pieces)
 
     def as_pieces(self, ids: list[int]) -> tuple[str, ...]:
-        """Texts that encode to the ids: one where it does, else one a token that does."""
+        """Texts that encode to the ids: one if it round-trips, else one a token that does."""
         text = self._decode(ids)
         if self._encode(text) == ids:
             return (text,)
@@ -86,7 +87,7 @@ class Filler:
         return text if len(text) == size else text + self._text[: size - len(text)]
 
     def _prefix(self, text: str, num_tokens: int) -> tuple[str, int]:
-        """The longest of a few beginnings of at most `num_tokens` that encodes as it was cut."""
+        """The longest of a few prefixes of at most `num_tokens` tokens that round-trips."""
         ids = self._encode(text)[:num_tokens]
         for size in range(len(ids), max(0, len(ids) - 8), -1):
             piece = self._decode(ids[:size])
@@ -103,29 +104,37 @@ class RecallGenerator:
     """
 
     def __init__(
-        self, kinds: Sequence[str], max_tokens: int, dense: float, seed: int, filler: Filler,
+        self,
+        kinds: Sequence[str],
+        max_tokens: int,
+        dense: float,
+        seed: int,
+        filler: Filler,
         encode: Callable[[str], list[int]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Set what documents are made of.
 
         Args:
-            kinds: of KINDS; each document is of one, drawn evenly. One named twice comes twice as
-                often.
+            kinds: of KINDS; each document has one, drawn uniformly. A kind named twice comes twice
+                as often.
             max_tokens: tokens of a document, its end-of-sequence token included.
-            dense: share of documents with as many facts as fit.
+            dense: fraction of documents with as many facts as fit.
             seed: of everything that is drawn.
-            filler: what is put between facts.
+            filler: the text between facts.
             encode: text to token ids.
         """
         self._kinds = tuple(kinds)
-        self._room = max_tokens - 1
+        self._budget = max_tokens - 1
         self._dense = dense
         self._seed = seed
         self._filler = filler
         self._encode = encode
         self._sizes: dict[str, int] = {}
-        self._make = {"statements": self._statements, "passkey": self._passkey,
-                      "pairs": self._pairs}  # fmt: skip
+        self._make = {
+            "statements": self._statements,
+            "passkey": self._passkey,
+            "pairs": self._pairs,
+        }
         for kind in dict.fromkeys(kinds):
             if not any(self._document(kind, index) for index in range(4)):
                 rule = f"is too short for one fact and its query of kind {kind}"
@@ -142,8 +151,8 @@ class RecallGenerator:
         return tuple(piece for piece in self._make[kind](generator) if piece)
 
     def _statements(self, generator: np.random.Generator) -> tuple[str, ...]:
-        """Needles: lines that state a number for a key, spread over text, then asked for."""
-        most = max(1, self._room // 24)
+        """Needles: lines that state a number for a key, spread over text, then queried."""
+        most = max(1, self._budget // 24)
         keys = generator.permutation(len(statements.KEYS))[:most]
         numbers = _different_numbers(generator, statements.NUM_DIGITS, len(keys))
         facts = []
@@ -154,8 +163,8 @@ class RecallGenerator:
         return self._spread(generator, facts)
 
     def _pairs(self, generator: np.random.Generator) -> tuple[str, ...]:
-        """Key-value pairs, one a line, then asked for."""
-        most = max(1, self._room // 8)
+        """Key-value pairs, one a line, then queried."""
+        most = max(1, self._budget // 8)
         keys = generator.permutation(len(mqar.KEYS))[:most]
         facts = []
         for key in keys.tolist():
@@ -168,15 +177,15 @@ class RecallGenerator:
             return ()
         stated = [piece for fact in chosen for piece in fact.statement]
         asked = [piece for fact in _shuffled(generator, chosen) for piece in fact.query]
-        answer_budget = (
-            self._room - self._size(stated) - self._size(asked) - self._size((mqar.END,))
+        filler_budget = (
+            self._budget - self._size(stated) - self._size(asked) - self._size((mqar.END,))
         )
-        before = int(generator.integers(answer_budget + 1)) if answer_budget else 0
+        before = int(generator.integers(filler_budget + 1)) if filler_budget else 0
         return (
-            *self._filler.cut(generator, before),
+            *self._filler.sample(generator, before),
             *stated,
             mqar.END,
-            *self._filler.cut(generator, answer_budget - before),
+            *self._filler.sample(generator, filler_budget - before),
             *asked,
         )
 
@@ -188,14 +197,14 @@ class RecallGenerator:
         first, middle, last = (part.rstrip(" ") for part in passkey.KEY_LINE.split("{key}"))
         line = (first, answer, middle, answer, last)
         end = (passkey.QUESTION, answer)
-        answer_budget = self._room - self._size((passkey.HEAD, *line, *end))
-        if answer_budget < 0:
+        filler_budget = self._budget - self._size((passkey.HEAD, *line, *end))
+        if filler_budget < 0:
             return ()
-        after = self._sentences(int(generator.integers(answer_budget + 1)))
-        before = self._end_of_sentences(answer_budget - self._size(after))
+        after = self._sentences(int(generator.integers(filler_budget + 1)))
+        before = self._end_of_sentences(filler_budget - self._size(after))
         prompt = (passkey.HEAD, *before, *line, *after, *end)
-        # As good as always nothing: a piece of a sentence that is encoded otherwise by itself.
-        return (*prompt, *self._filler.cut(generator, self._room - self._size(prompt)))
+        # Almost always empty: the rest of a sentence that is encoded differently on its own.
+        return (*prompt, *self._filler.sample(generator, self._budget - self._size(prompt)))
 
     def _sentences(self, num_tokens: int) -> tuple[str, ...]:
         """The passkey's filler: whole sentences in order, at most `num_tokens` tokens of them."""
@@ -209,7 +218,7 @@ class RecallGenerator:
             pieces.append(piece)
 
     def _end_of_sentences(self, num_tokens: int) -> tuple[str, ...]:
-        """The last `num_tokens` tokens of the repeated sentences, a cut one first."""
+        """The last `num_tokens` tokens of the repeated sentences, a truncated one first."""
         pieces: list[str] = []
         while num_tokens > 0:
             piece = " " + passkey.FILLER[-1 - len(pieces) % len(passkey.FILLER)]
@@ -227,17 +236,17 @@ class RecallGenerator:
         if not chosen:
             return ()
         asked = [piece for fact in _shuffled(generator, chosen) for piece in fact.query]
-        answer_budget = self._room - self._size(asked)
-        answer_budget -= sum(self._size(fact.statement) for fact in chosen)
-        places = np.sort(generator.integers(answer_budget + 1, size=len(chosen))).tolist()
+        filler_budget = self._budget - self._size(asked)
+        filler_budget -= sum(self._size(fact.statement) for fact in chosen)
+        places = np.sort(generator.integers(filler_budget + 1, size=len(chosen))).tolist()
         pieces: list[str] = []
         for before, place, fact in zip([0, *places], places, chosen, strict=False):
-            pieces += [*self._filler.cut(generator, place - before), *fact.statement]
-        return (*pieces, *self._filler.cut(generator, answer_budget - places[-1]), *asked)
+            pieces += [*self._filler.sample(generator, place - before), *fact.statement]
+        return (*pieces, *self._filler.sample(generator, filler_budget - places[-1]), *asked)
 
     def _chosen(self, generator: np.random.Generator, facts: list[Fact], extra: int) -> list[Fact]:
         """As many facts as fit or, in documents that are not dense, a random number of them."""
-        left, fitting = self._room - extra, []
+        left, fitting = self._budget - extra, []
         for fact in facts:
             left -= self._size(fact.statement) + self._size(fact.query)
             if left < 0:
@@ -245,7 +254,7 @@ class RecallGenerator:
             fitting.append(fact)
         if not fitting or generator.random() < self._dense:
             return fitting
-        # Log-uniform: few facts come as often as many, which a model learns to retrieve by.
+        # Log-uniform: few facts are as frequent as many, from which models learn to retrieve.
         return fitting[: int(np.exp(generator.random() * np.log(len(fitting) + 1)))]
 
     def _size(self, pieces: Sequence[str]) -> int:

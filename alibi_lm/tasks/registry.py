@@ -1,4 +1,4 @@
-"""All retrieval tasks by name."""
+"""The retrieval tasks by name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FROM_CORPUS = (
     "mqar",
     *(name for name, setting in NIAH.items() if setting.haystack == "corpus"),
 )
-"""Tasks whose haystack is cut from the corpus."""
+"""Tasks whose haystack is a slice of the corpus."""
 
 
 def make_tasks(
@@ -44,9 +44,13 @@ def make_tasks(
 
 
 def _make(
-    name: str, encode: Encoder, haystack: Haystack, seed: int, sizes: TaskSizes,
+    name: str,
+    encode: Encoder,
+    haystack: Haystack,
+    seed: int,
+    sizes: TaskSizes,
     qa_files: Sequence[Path],
-) -> Task:  # fmt: skip
+) -> Task:
     if name == "passkey":
         return Passkey(encode, seed, sizes)
     if name == "mqar":
@@ -66,11 +70,11 @@ def _make(
 
 def niah_setting(name: str, sizes: TaskSizes) -> NiahSetting:
     """RULER's setting of a niah task, with the sizes asked for."""
-    own = NIAH[name]
+    published = NIAH[name]
     if name == "niah_multikey_1":
-        return replace(own, num_keys=sizes.num_keys)
+        return replace(published, num_keys=sizes.num_keys)
     if name == "niah_multivalue":
-        return replace(own, num_values=sizes.num_values)
+        return replace(published, num_values=sizes.num_values)
     if name == "niah_multiquery":
-        return replace(own, num_keys=sizes.num_queries, num_queries=sizes.num_queries)
-    return own
+        return replace(published, num_keys=sizes.num_queries, num_queries=sizes.num_queries)
+    return published

@@ -144,15 +144,15 @@ def states(engine: Engine) -> dict[str, int]:
 
 def least_gradients(part: RankPlan) -> int:
     """Bytes of gradients that must be seen; the most may come where nothing looks."""
-    stage = part.setting.zero.stage
-    if part.setting.bf16_optimizer or stage in (0, 3):
+    stage = part.run.zero.stage
+    if part.run.bf16_optimizer or stage in (0, 3):
         return part.states.gradients
     return 4 * part.num_parameters if stage == 1 else part.states.master
 
 
 def trained(plan: Plan, block: dict[str, Any], rank: int) -> dict[str, Any]:
-    setting = plan.setting
-    config, layout = setting.config, setting.layout
+    run = plan.run
+    config, layout = run.config, run.layout
     mesh = make_mesh(layout.tp, layout.pp)
     assert mesh.layout == layout
     engine = make_engine(config, deepspeed_config(config, block, layout.dp), mesh)

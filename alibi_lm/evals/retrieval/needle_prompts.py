@@ -133,7 +133,7 @@ class PromptMaker:
             DataError: the haystack already holds every key or too many of the numbers.
         """
         generator = np.random.default_rng([self._seed, length, index])
-        cut = self._haystack.cut(generator, length)
+        cut = self._haystack.sample(generator, length)
         text = cut.text
         keys = self._free_keys(generator, text)
         candidates = self._free_answers(generator, text)

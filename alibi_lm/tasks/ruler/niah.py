@@ -3,7 +3,7 @@
 Lines say `One of the special magic numbers for KEY is: VALUE.`; the question names keys, and the
 answer's beginning is part of the prompt. The haystack is repeated filler, a real corpus (in place
 of RULER's essays), or lines of the needle's own kind. Closed-set ranking is an addition of ours:
-the value against others of the prompt, or of no prompt, by their first tokens.
+the value against others of the prompt, or unused ones, by their first tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from alibi_lm.utils.errors import DataError, Problem
 TOKENS_TO_GENERATE = 128
 NUM_CANDIDATES = 10
 DEPTHS = np.round(np.linspace(0, 100, num=40)) / 100
-"""RULER's: 40 depths, from which needles draw theirs without putting any back."""
+"""RULER's 40 depths, which needles draw without replacement."""
 NEEDLE = "One of the special magic {kind} for {key} is:"
 VALUE = " {value}"
 END = ".\n"
@@ -42,12 +42,12 @@ PLURAL = (
 )
 _CANDIDATE = ": {value}"
 _SPARE = 64
-"""Values drawn beyond those needed, as some may be in the haystack already."""
+"""Extra values, because the haystack may contain some already."""
 
 
 @dataclass(frozen=True)
 class NiahSetting:
-    """What tells the eight tasks apart."""
+    """The settings in which the eight tasks differ."""
 
     haystack: Literal["noise", "corpus", "needle"]
     keys: Literal["words", "uuids"] = "words"
@@ -58,7 +58,7 @@ class NiahSetting:
 
     @property
     def single(self) -> bool:
-        """Whether one value is the whole answer."""
+        """Whether a single value is the answer."""
         return self.num_values * self.num_queries == 1
 
 
@@ -72,7 +72,7 @@ class _Line:
 
 
 Part = tuple[Sequence[int] | np.ndarray, _Line | None]
-"""Tokens of the haystack, and the line that they are."""
+"""Tokens of the haystack, and the line they spell, if they are one."""
 
 
 class Niah:
@@ -96,24 +96,24 @@ class Niah:
         self._encode = encode
         self._haystack = haystack
         self._seed = seed
-        self._room = answer_budget or TOKENS_TO_GENERATE
+        self._answer_budget = answer_budget or TOKENS_TO_GENERATE
         self._filler = encode(" ".join(FILLER) + "\n")
         values = _values(setting.values, np.random.default_rng([seed, _SPARE]), _SPARE)
         self._beginning = min(len(self._as_candidate(value)) for value in values)
-        """Tokens of a value that are ranked."""
+        """First tokens of a value that ranking compares."""
 
     @property
     def chance(self) -> float | None:
-        """One of the candidates, where one value is the whole answer."""
+        """One in the number of candidates, if a single value is the answer."""
         return 1 / self._num_candidates if self.setting.single else None
 
     @property
     def _num_candidates(self) -> int:
-        # With several needles, their values alone: to repeat any of them is then chance.
+        # With several needles their values alone, so that repeating any of them scores chance.
         return self.setting.num_keys if self.setting.num_keys > 1 else NUM_CANDIDATES
 
     def shortest(self, length: int) -> int:
-        """Room, question, needles, and as much haystack as needles (a line for each)."""
+        """Answer budget, question, needles, and as much haystack as needles (a line for each)."""
         generator = generator_of(self._seed, self.name, 0, 0)
         keys = _keys(self.setting.keys, generator, self.setting.num_keys)
         needles = self._needles(keys, _values(self.setting.values, generator, _SPARE))
@@ -121,22 +121,24 @@ class Niah:
         size = sum(len(needle.tokens) + 2 for needle in needles)
         noise = len(needles) * len(self._filler)
         size += noise if self.setting.haystack == "noise" else size
-        # Keys and values differ in tokens from prompt to prompt.
+        # The number of tokens of keys and values varies between prompts.
         slack = (24 if self.setting.keys == "uuids" else 8) * (
             len(needles) + 2 * self.setting.num_queries
         )
-        return len(head) + len(tail) + size + self._room + slack
+        return len(head) + len(tail) + size + self._answer_budget + slack
 
     def prompt(self, length: int, index: int, control: bool = False) -> Prompt:
         """Prompt `index` of at most `length` tokens; exactly as many in a corpus.
 
         Raises:
-            DataError: the corpus already holds too many of the keys or values.
+            DataError: the corpus already contains too many of the keys or values.
         """
         generator = generator_of(self._seed, self.name, length, index)
         setting = self.setting
-        cut = self._haystack.cut(generator, length) if setting.haystack == "corpus" else None
-        text = cut.text if cut else ""
+        corpus = None
+        if setting.haystack == "corpus":
+            corpus = self._haystack.sample(generator, length)
+        text = corpus.text if corpus else ""
         others = length // self._least_line() if setting.haystack == "needle" else 0
         keys = _keys(setting.keys, generator, others + 4 * setting.num_keys + 8)
         keys = _absent(keys, text, setting.num_keys, self.name) + keys[4 * setting.num_keys + 8 :]
@@ -144,38 +146,43 @@ class Niah:
         drawn = _values(setting.values, generator, others + 4 * count + _SPARE)
         values, drawn = self._different(drawn[others:], text), drawn[:others]
         if len(values) < count + NUM_CANDIDATES:
-            rule = "a haystack holds most values already"
+            rule = "the haystack already contains most values"
             raise DataError(Problem(self.name, None, rule, "choose another corpus"))
         needles = self._needles(keys[: setting.num_keys], values)
         asked = generator.permutation(setting.num_keys)[: setting.num_queries].tolist()
         queries = [keys[index] for index in asked]
         answers = [needle for query in queries for needle in needles if needle.key == query]
         head, tail = self._frame(queries)
-        size = length - self._room - len(head) - len(tail)
+        size = length - self._answer_budget - len(head) - len(tail)
         shown = [needle for needle in needles if not (control and needle.key in queries)]
         shown = [shown[i] for i in generator.permutation(len(shown)).tolist()]
-        if cut is not None:
-            parts = self._in_corpus(cut, shown, len(needles), size, generator)
+        if corpus is not None:
+            parts = self._in_corpus(corpus, shown, len(needles), size, generator)
         else:
             lines = zip(keys[setting.num_keys :], drawn, strict=False)
             parts = self._in_lines(shown, len(needles), size, lines, generator)
         starts = np.cumsum([0, *(len(part) for part, _ in parts)]).tolist()
-        found = [start for (_, line), start in zip(parts, starts, strict=False) if line in answers]
+        needed = [start for (_, line), start in zip(parts, starts, strict=False) if line in answers]
         stated = [line for _, line in parts if line is not None]
         candidates, truth = self._candidates(answers, stated, values[count:], generator)
         return Prompt(
             tokens=joined([head, *(part for part, _ in parts), tail]),
-            answer_budget=self._room,
+            answer_budget=self._answer_budget,
             references=tuple(needle.value for needle in answers),
-            distance=starts[-1] - min(found, default=0) + len(tail),
+            distance=starts[-1] - min(needed, default=0) + len(tail),
             candidates=candidates,
             truth=truth,
-            counts={"needles": len(shown), "lines": len(stated), "queries": len(queries),
-                    "values": len(answers), "units": len(parts)},
-        )  # fmt: skip
+            counts={
+                "needles": len(shown),
+                "lines": len(stated),
+                "queries": len(queries),
+                "values": len(answers),
+                "units": len(parts),
+            },
+        )
 
     def _frame(self, queries: list[str]) -> tuple[list[int], list[int]]:
-        """What comes before and after the haystack."""
+        """The text before and after the haystack."""
         kind = self.setting.values[:-1] if self.setting.single else self.setting.values
         head, tail = SINGULAR if self.setting.single else PLURAL
         return (
@@ -193,7 +200,7 @@ class Niah:
         return _Line(key, value, [*before, *stated, *self._encode(END)])
 
     def _least_line(self) -> int:
-        """Fewer tokens than any line takes."""
+        """A lower bound on the tokens of a line."""
         before = self._encode(NEEDLE.format(kind=self.setting.values, key=""))
         return max(1, len(before) - 2) + len(self._encode(END))
 
@@ -201,7 +208,7 @@ class Niah:
         return self._encode.once(_CANDIDATE.format(value=value))
 
     def _different(self, values: list[str], text: str) -> list[str]:
-        """Values that are not in the text and can be told apart by their first tokens."""
+        """Values that are not in the text and differ in their first tokens."""
         known: dict[tuple[int, ...], str] = {}
         for value in values:
             tokens = self._as_candidate(value)
@@ -210,26 +217,38 @@ class Niah:
         return list(known.values())
 
     def _in_corpus(
-        self, cut: Slice, needles: list[_Line], num_places: int, size: int,
+        self,
+        corpus: Slice,
+        needles: list[_Line],
+        num_places: int,
+        size: int,
         generator: np.random.Generator,
-    ) -> list[Part]:  # fmt: skip
+    ) -> list[Part]:
         """Needles at RULER's depths between lines of the corpus, `size` tokens in all."""
         newline = self._encode("\n")  # the needle and the question begin a line
         total = size - len(newline) - sum(len(newline) + len(n.tokens) for n in needles)
-        ends = line_ends(cut.texts[:total])
+        ends = line_ends(corpus.texts[:total])
         depths = generator.choice(DEPTHS, size=num_places, replace=num_places > len(DEPTHS))
         parts: list[Part] = []
         last = 0
         for depth, needle in zip(np.sort(depths).tolist(), needles, strict=False):
             position, _ = place(ends, int(depth * total))
-            parts += [(cut.tokens[last:position], None), (newline, None), (needle.tokens, needle)]
+            parts += [
+                (corpus.tokens[last:position], None),
+                (newline, None),
+                (needle.tokens, needle),
+            ]
             last = position
-        return [*parts, (cut.tokens[last:total], None), (newline, None)]
+        return [*parts, (corpus.tokens[last:total], None), (newline, None)]
 
     def _in_lines(
-        self, needles: list[_Line], num_places: int, size: int,
-        others: Iterable[tuple[str, str]], generator: np.random.Generator,
-    ) -> list[Part]:  # fmt: skip
+        self,
+        needles: list[_Line],
+        num_places: int,
+        size: int,
+        others: Iterable[tuple[str, str]],
+        generator: np.random.Generator,
+    ) -> list[Part]:
         """Needles between lines of filler, or of their own kind: at most `size` tokens."""
         size -= sum(len(needle.tokens) for needle in needles)
         units: list[Part] = []
@@ -247,10 +266,13 @@ class Niah:
         return units
 
     def _candidates(
-        self, answers: list[_Line], stated: list[_Line], fresh: list[str],
+        self,
+        answers: list[_Line],
+        stated: list[_Line],
+        fresh: list[str],
         generator: np.random.Generator,
-    ) -> tuple[tuple[tuple[int, ...], ...], int]:  # fmt: skip
-        """The answer among values of the prompt, then values of none; and its index."""
+    ) -> tuple[tuple[tuple[int, ...], ...], int]:
+        """The answer among values of the prompt, filled up with others; and its index."""
         if not self.setting.single:
             return (), 0
         right = answers[0].value
@@ -287,10 +309,10 @@ def _uuids(generator: np.random.Generator, count: int) -> list[str]:
 
 
 def _absent(keys: list[str], text: str, count: int, task: str) -> list[str]:
-    """The first `count` keys that a text does not hold."""
+    """The first `count` keys that a text does not contain."""
     free = [key for key in keys[: 4 * count + 8] if key not in text]
     if len(free) < count:
-        rule = "a haystack holds most keys already"
+        rule = "the haystack already contains most keys"
         raise DataError(Problem(task, None, rule, "choose another corpus"))
     return free[:count]
 

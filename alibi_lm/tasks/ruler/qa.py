@@ -61,7 +61,7 @@ class QuestionAnswering:
         self._path = path
         self._encode = encode
         self._seed = seed
-        self._room = answer_budget or TOKENS_TO_GENERATE
+        self._answer_budget = answer_budget or TOKENS_TO_GENERATE
         self._questions, self._texts = read_questions(path)
         self._documents = [encode.once(text) for text in self._texts]
         break_ = len(encode(BREAK))
@@ -72,7 +72,7 @@ class QuestionAnswering:
     def _need(self, question: Question) -> int:
         documents = sum(len(self._documents[i]) + self._overhead for i in question.documents)
         frame = len(self._encode(HEAD)) + len(self._encode.once(TAIL.format(query=question.text)))
-        return documents + frame + self._room
+        return documents + frame + self._answer_budget
 
     def shortest(self, length: int) -> int:
         """The least length that any question's documents fit into.
@@ -94,24 +94,24 @@ class QuestionAnswering:
         generator = generator_of(self._seed, self.name, length, index)
         head = self._encode(HEAD)
         tail = self._encode.once(TAIL.format(query=question.text))
-        own = [] if control else list(question.documents)
-        space = length - self._room - len(head) - len(tail)
-        chosen = self._filled(question, own, space, generator)
+        needed = [] if control else list(question.documents)
+        space = length - self._answer_budget - len(head) - len(tail)
+        chosen = self._filled(question, needed, space, generator)
         shuffled = [chosen[i] for i in generator.permutation(len(chosen)).tolist()]
         parts: list[list[int]] = [head]
         start = None
         for number, document in enumerate(shuffled, 1):
-            if start is None and document in own:
+            if start is None and document in needed:
                 start = sum(map(len, parts))
             header = self._encode(DOCUMENT.format(number=number))
             parts += [header, self._documents[document], self._encode(BREAK)]
         tokens = joined([*parts, tail])
         return Prompt(
             tokens=tokens,
-            answer_budget=self._room,
+            answer_budget=self._answer_budget,
             references=question.answers,
             distance=len(tokens) - (start or 0),
-            counts={"documents": len(shuffled), "own": len(own)},
+            counts={"documents": len(shuffled), "needed": len(needed)},
         )
 
     def _size(self, document: int, number: int) -> int:
@@ -120,12 +120,12 @@ class QuestionAnswering:
         return len(header) + len(self._documents[document]) + len(self._encode(BREAK))
 
     def _filled(
-        self, question: Question, own: list[int], space: int, generator: np.random.Generator
+        self, question: Question, needed: list[int], space: int, generator: np.random.Generator
     ) -> list[int]:
         """The given documents, and others without an answer in them, as many as fit."""
         answers = [answer.lower() for answer in question.answers]
-        space -= sum(self._size(document, number) for number, document in enumerate(own, 1))
-        chosen, misses = list(own), 0
+        space -= sum(self._size(document, number) for number, document in enumerate(needed, 1))
+        chosen, misses = list(needed), 0
         for document in generator.permutation(len(self._documents)).tolist():
             size = self._size(document, len(chosen) + 1)
             if size > space:
@@ -165,8 +165,8 @@ def read_questions(path: Path) -> tuple[list[Question], list[str]]:
             fix = "give question, answers, and context or documents"
             problems.append(Problem(f"{path}:{number}", None, str(error), fix))
             continue
-        own = tuple(places.setdefault(text, len(places)) for text in documents)
-        questions.append(Question(question, answers, own))
+        needed = tuple(places.setdefault(text, len(places)) for text in documents)
+        questions.append(Question(question, answers, needed))
     if not questions and not problems:
         problems.append(Problem(str(path), None, "holds no question", "give JSON lines"))
     if problems:

@@ -38,13 +38,13 @@ class Tracking:
         self._seed = seed
         self._chains, self._hops = sizes.vt_num_chains, sizes.vt_num_hops
         self._example_tokens = sizes.vt_example_tokens
-        self._room = sizes.tokens_to_generate or TOKENS_TO_GENERATE
-        own = TaskSizes()
+        self._answer_budget = sizes.tokens_to_generate or TOKENS_TO_GENERATE
+        defaults = TaskSizes()
         self.published = (
-            self._room == TOKENS_TO_GENERATE
-            and self._hops == own.vt_num_hops
-            and self._chains == own.vt_num_chains
-            and self._example_tokens == own.vt_example_tokens
+            self._answer_budget == TOKENS_TO_GENERATE
+            and self._hops == defaults.vt_num_hops
+            and self._chains == defaults.vt_num_chains
+            and self._example_tokens == defaults.vt_example_tokens
         )
         self._filler = encode(" ".join(FILLER) + "\n")
 
@@ -63,7 +63,7 @@ class Tracking:
         if self._example_tokens:
             names = (EXAMPLE_LETTERS + 2) * (self._hops + 1)
             example = max(self._example_tokens, self._least(EXAMPLE_LETTERS, 1)) + names + 2
-        return example + self._least(NAME_LETTERS, self._chains) + self._room
+        return example + self._least(NAME_LETTERS, self._chains) + self._answer_budget
 
     def prompt(self, length: int, index: int, control: bool = False) -> Prompt:
         """Prompt `index` of at most `length` tokens; a control lacks the chain asked for."""
@@ -75,22 +75,26 @@ class Tracking:
             shot, names, _, _ = self._body(generator, size, EXAMPLE_LETTERS, 1, False)
             example = [*shot.tolist(), *self._encode.once(" " + " ".join(names) + "\n\n")]
             num_example = 1
-        size = length - self._room - len(example)
+        size = length - self._answer_budget - len(example)
         body, names, start, counts = self._body(
             generator, size, NAME_LETTERS, self._chains, control
         )
         return Prompt(
             tokens=joined([example, body]),
-            answer_budget=self._room,
+            answer_budget=self._answer_budget,
             references=tuple(names),
             distance=len(body) - start,
             counts={**counts, "hops": self._hops, "examples": num_example},
         )
 
     def _body(
-        self, generator: np.random.Generator, size: int, letters: int, num_chains: int,
+        self,
+        generator: np.random.Generator,
+        size: int,
+        letters: int,
+        num_chains: int,
         control: bool,
-    ) -> tuple[np.ndarray, list[str], int, dict[str, int]]:  # fmt: skip
+    ) -> tuple[np.ndarray, list[str], int, dict[str, int]]:
         """One problem of at most `size` tokens: tokens, the names asked for, where they begin."""
         links = self._hops + 1
         names = _names(generator, num_chains * links, letters)

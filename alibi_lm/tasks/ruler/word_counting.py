@@ -50,12 +50,12 @@ class CommonWords:
         self._encode = encode
         self._seed = seed
         self._sizes = sizes
-        self._room = sizes.tokens_to_generate or CWE_TOKENS_TO_GENERATE
+        self._answer_budget = sizes.tokens_to_generate or CWE_TOKENS_TO_GENERATE
         self._common = sizes.cwe_num_common
         lengths = sorted(len(encode(" " + word)) for word in WORDS)
         self._short = lengths[len(lengths) // 4]
-        """Tokens of the longest word that may be common: a quarter of all have no more."""
-        self.published = self._room == CWE_TOKENS_TO_GENERATE and all(
+        """Most tokens of a common word: the first quartile of all words."""
+        self.published = self._answer_budget == CWE_TOKENS_TO_GENERATE and all(
             getattr(sizes, name) == getattr(TaskSizes(), name)
             for name in (
                 "cwe_num_common",
@@ -74,7 +74,7 @@ class CommonWords:
         )
 
     def shortest(self, length: int) -> int:
-        """Example, question, the common words and one other, and room; words at their longest."""
+        """Example, question, common words, another word, answer budget; with the longest words."""
         common, uncommon = self.repeats(length)
         size = self._frame_size() + self._list_size(common * self._common, uncommon)
         if self._sizes.cwe_example:
@@ -83,7 +83,7 @@ class CommonWords:
             size += self._frame_size() + self._list_size(short, 0)
             # The answer's first number has a space before it.
             size += self._list_size(self._common, 0) + len(self._encode("\n")) + 1
-        return size + self._room
+        return size + self._answer_budget
 
     def _list_size(self, num_short: int, num_others: int) -> int:
         """The most tokens of a numbered list of so many short words and others."""
@@ -107,7 +107,7 @@ class CommonWords:
         example: list[int] = []
         if self._sizes.cwe_example:
             example, shuffled = self._example(generator, length, shuffled)
-        space = length - self._room - len(example) - self._frame_size()
+        space = length - self._answer_budget - len(example) - self._frame_size()
         common, uncommon = self.repeats(length)
         words, full = self._fitting(shuffled, space, common, uncommon)
         if not full:
@@ -125,12 +125,16 @@ class CommonWords:
         body = [self._encode(CWE_HEAD), self._numbered(items), tail]
         return Prompt(
             tokens=joined([example, *body]),
-            answer_budget=self._room,
+            answer_budget=self._answer_budget,
             references=tuple(asked),
             distance=sum(map(len, body)) - len(body[0]),
-            counts={"words": len(shown) + len(rest), "items": len(items),
-                    "common_repeats": common, "uncommon_repeats": uncommon},
-        )  # fmt: skip
+            counts={
+                "words": len(shown) + len(rest),
+                "items": len(items),
+                "common_repeats": common,
+                "uncommon_repeats": uncommon,
+            },
+        )
 
     def _shuffled(self, generator: np.random.Generator) -> list[str]:
         """All words in random order, but short ones first."""
@@ -140,9 +144,9 @@ class CommonWords:
     def _fitting(
         self, words: list[str], space: int, common: int, uncommon: int
     ) -> tuple[list[str], bool]:
-        """As many words as fit, the common ones first, and whether that is not all of them.
+        """As many words as fit, the common ones first, and whether some were left out.
 
-        No other word holds, or is part of, a common one: answers are looked for as substrings.
+        No other word contains, or is part of, a common one: answers are matched as substrings.
         """
         chosen = words[: self._common]
         items = common * len(chosen)
@@ -174,7 +178,7 @@ class CommonWords:
     def _example(
         self, generator: np.random.Generator, length: int, words: list[str]
     ) -> tuple[list[int], list[str]]:
-        """A solved list before the one asked about, of short words; and the words left."""
+        """A solved list of short words to precede the question; and the words left."""
         shown, common, uncommon = self._example_sizes(length)
         asked, others, left = words[: self._common], words[self._common : shown], words[shown:]
         items = generator.permutation([*asked * common, *others * uncommon]).tolist()
@@ -196,25 +200,25 @@ class FrequentWords:
         self._seed = seed
         self._alpha = sizes.fwe_alpha
         self._num_words = sizes.fwe_num_words
-        self._room = sizes.tokens_to_generate or FWE_TOKENS_TO_GENERATE
-        own = TaskSizes()
+        self._answer_budget = sizes.tokens_to_generate or FWE_TOKENS_TO_GENERATE
+        defaults = TaskSizes()
         self.published = (
-            self._room == FWE_TOKENS_TO_GENERATE
-            and self._alpha == own.fwe_alpha
+            self._answer_budget == FWE_TOKENS_TO_GENERATE
+            and self._alpha == defaults.fwe_alpha
             and self._num_words is None
         )
 
     def num_words(self, length: int) -> int:
         """Different words at a length, the dots among them: RULER's 1/50 of the tokens."""
-        return self._num_words or (length - self._room) // 50
+        return self._num_words or (length - self._answer_budget) // 50
 
     def shortest(self, length: int) -> int:
-        """The least with four different words of which the three asked are told apart."""
-        frame = len(self._encode(FWE_HEAD)) + len(self._encode(FWE_TAIL)) + self._room
-        draws = next(n for n in count(1) if self._told_apart(n))
+        """The least with four different words whose top three are distinct in frequency."""
+        frame = len(self._encode(FWE_HEAD)) + len(self._encode(FWE_TAIL)) + self._answer_budget
+        draws = next(n for n in count(1) if self._distinguishable(n))
         widest = LETTERS + 1
         needed = frame + draws * max(len(self._encode(" " + DOTS)), widest)
-        words = 0 if self._num_words else 50 * (NUM_ASKED + 1) + self._room
+        words = 0 if self._num_words else 50 * (NUM_ASKED + 1) + self._answer_budget
         return max(needed, words)
 
     def prompt(self, length: int, index: int, control: bool = False) -> Prompt:
@@ -229,19 +233,22 @@ class FrequentWords:
         pieces = [self._encode.once(" " + word) for word in words]
         sizes = np.array([len(piece) for piece in pieces])
         frame = [self._encode(FWE_HEAD), self._encode(FWE_TAIL)]
-        space = length - self._room - sum(map(len, frame))
+        space = length - self._answer_budget - sum(map(len, frame))
         counts = self._counts(self._draws(sizes, space), num_words)
         order = generator.permutation(np.repeat(np.arange(num_words), counts)).tolist()
         body = joined(pieces[i] for i in order)
         return Prompt(
             tokens=joined([frame[0], body, frame[1]]),
-            answer_budget=self._room,
+            answer_budget=self._answer_budget,
             references=tuple(asked),
             distance=len(body) + len(frame[1]),
-            counts={"words": int((counts > 0).sum()), "items": int(counts.sum()),
-                    "third": int(counts[NUM_ASKED]), "fourth": int(counts[NUM_ASKED + 1])
-                    if num_words > NUM_ASKED + 1 else 0},
-        )  # fmt: skip
+            counts={
+                "words": int((counts > 0).sum()),
+                "items": int(counts.sum()),
+                "third": int(counts[NUM_ASKED]),
+                "fourth": int(counts[NUM_ASKED + 1]) if num_words > NUM_ASKED + 1 else 0,
+            },
+        )
 
     def _counts(self, draws: int, num_words: int) -> np.ndarray:
         """Times that the word of each rank appears: draws x rank^-alpha / zeta(alpha), cut."""
@@ -249,10 +256,9 @@ class FrequentWords:
         return (draws * ranks**-self._alpha / _zeta(self._alpha)).astype(np.int64)
 
     def _draws(self, sizes: np.ndarray, space: int) -> int:
-        """The most draws whose words fit; by bisection, as their tokens grow with the draws.
+        """The most draws whose words fit, by bisection, as their tokens grow with the draws.
 
-        Some numbers of draws give the last word asked for as often as the next one: they are
-        passed over.
+        Numbers of draws that give the third word no lead over the fourth are skipped.
 
         Raises:
             DataError: no number of draws fits.
@@ -265,13 +271,13 @@ class FrequentWords:
             else:
                 high = middle - 1
         for draws in range(low, 0, -1):
-            if self._told_apart(draws):
+            if self._distinguishable(draws):
                 return draws
         rule = f"has no room for its words in {space} tokens"
         raise DataError(Problem(self.name, None, rule, "give a longer length"))
 
-    def _told_apart(self, draws: int) -> bool:
-        """Whether the last word asked for is more frequent than any other."""
+    def _distinguishable(self, draws: int) -> bool:
+        """Whether the third word is more frequent than the fourth."""
         counts = self._counts(draws, NUM_ASKED + 2)
         return bool(counts[NUM_ASKED] > counts[NUM_ASKED + 1])
 

@@ -10,9 +10,9 @@ from alibi_lm.config import Config
 from alibi_lm.config_loading import build
 from alibi_lm.parallel.layout import Layout
 from alibi_lm.plan.communication import Sent, all_gather, all_reduce, sent
-from alibi_lm.plan.memory import stage_3_gathers
+from alibi_lm.plan.memory import zero3_gathers
 from alibi_lm.plan.parameters import HeldParameter, held_parameters
-from alibi_lm.plan.setting import Setting, ZeroSettings
+from alibi_lm.plan.planned_run import PlannedRun, ZeroSettings
 
 TOKENS = 2 * 32  # of a micro-batch
 HIDDEN = 64
@@ -35,7 +35,7 @@ ZERO: dict[str, Any] = {
 }
 
 
-def setting(
+def planned_run(
     dp: int = 1,
     tp: int = 1,
     pp: int = 1,
@@ -44,7 +44,7 @@ def setting(
     model: dict[str, Any] | None = None,
     partitioned: bool = True,
     **train: Any,
-) -> Setting:
+) -> PlannedRun:
     """Three blocks of width 64, two sequences of 32 tokens at a time, one micro-batch a step."""
     shape = {"num_layers": 3, "hidden_size": HIDDEN, "num_heads": 4, "vocab_size": 203}
     steps = {
@@ -60,15 +60,15 @@ def setting(
         "train": steps | train,
     }
     layout, settings = Layout(dp, tp, pp), ZeroSettings(**ZERO | (zero or {}))
-    return Setting(build(Config, raw), layout, settings, partitioned)
+    return PlannedRun(build(Config, raw), layout, settings, partitioned)
 
 
-def of(made: Setting, stage: int = 0) -> Sent:
+def of(run: PlannedRun, stage: int = 0) -> Sent:
     """What the first rank of a stage sends."""
     rank = next(
-        rank for rank in range(made.layout.num_ranks) if made.layout.place(rank).stage == stage
+        rank for rank in range(run.layout.num_ranks) if run.layout.place(rank).stage == stage
     )
-    return sent(made, stage, held_parameters(made, rank))
+    return sent(run, stage, held_parameters(run, rank))
 
 
 def test_rings_send_each_part_once_to_every_other_rank() -> None:
@@ -77,8 +77,8 @@ def test_rings_send_each_part_once_to_every_other_rank() -> None:
 
 
 def test_one_rank_sends_nothing() -> None:
-    assert of(setting()) == Sent()
-    assert of(setting()).total == 0
+    assert of(planned_run()) == Sent()
+    assert of(planned_run()).total == 0
 
 
 def test_the_total_is_that_of_every_kind() -> None:
@@ -92,36 +92,38 @@ ALONE = (3 * 4 + 2) * LINE + 3 * 4 * TOKENS
 
 
 @pytest.mark.parametrize(
-    ("made", "expected"),
+    ("run", "expected"),
     [
-        (setting(tp=2), ALONE),
-        (setting(tp=4), 1.5 * ALONE),
-        (setting(tp=2, global_batch_size=6), 3 * ALONE),
-        (setting(tp=2, activation_checkpointing=True), ALONE + 3 * LINE),
+        (planned_run(tp=2), ALONE),
+        (planned_run(tp=4), 1.5 * ALONE),
+        (planned_run(tp=2, global_batch_size=6), 3 * ALONE),
+        (planned_run(tp=2, activation_checkpointing=True), ALONE + 3 * LINE),
         # Key/value weights that both ranks hold: 2 x 16 rows, of 64 columns and for BLOOM a bias.
-        (setting(tp=2, model={"num_kv_heads": 1}), ALONE + 3 * 4 * 32 * 64),
-        (setting(tp=2, model={"num_kv_heads": 1, "architecture": "bloom"}),
+        (planned_run(tp=2, model={"num_kv_heads": 1}), ALONE + 3 * 4 * 32 * 64),
+        (planned_run(tp=2, model={"num_kv_heads": 1, "architecture": "bloom"}),
          ALONE + 3 * 4 * 32 * 65),
-        (setting(tp=4, model={"num_kv_heads": 2}), 1.5 * (ALONE + 3 * 4 * 64 * 64)),
-        (setting(tp=2, model={"num_kv_heads": 2}), ALONE),
+        (planned_run(tp=4, model={"num_kv_heads": 2}), 1.5 * (ALONE + 3 * 4 * 64 * 64)),
+        (planned_run(tp=2, model={"num_kv_heads": 2}), ALONE),
     ],
 )  # fmt: skip
-def test_sums_of_activations_over_tensor_parallel_ranks(made: Setting, expected: float) -> None:
-    assert of(made).tensor == expected
+def test_sums_of_activations_over_tensor_parallel_ranks(run: PlannedRun, expected: float) -> None:
+    assert of(run).tensor == expected
 
 
 def test_half_precision_halves_activations_and_not_the_losss_numbers() -> None:
     zero = {"stage": 1}
-    assert of(setting(tp=2, precision="bf16", zero=zero)).tensor == 14 * LINE / 2 + 3 * 4 * TOKENS
+    assert (
+        of(planned_run(tp=2, precision="bf16", zero=zero)).tensor == 14 * LINE / 2 + 3 * 4 * TOKENS
+    )
 
 
 def test_a_stage_sums_its_own_blocks_and_the_ends_their_own_layers() -> None:
-    made = setting(tp=2, pp=3)
-    blocks = [made.num_blocks(stage) for stage in range(3)]
+    run = planned_run(tp=2, pp=3)
+    blocks = [run.num_blocks(stage) for stage in range(3)]
     assert sum(blocks) == 3
     ends = [LINE, 0, LINE + 3 * 4 * TOKENS]
     for stage, (number, end) in enumerate(zip(blocks, ends, strict=True)):
-        assert of(made, stage).tensor == 4 * number * LINE + end
+        assert of(run, stage).tensor == 4 * number * LINE + end
 
 
 # ---- pipeline -----------------------------------------------------------------------------------
@@ -129,36 +131,36 @@ def test_a_stage_sums_its_own_blocks_and_the_ends_their_own_layers() -> None:
 
 @pytest.mark.parametrize("batches", [1, 3])
 def test_a_stage_sends_activations_on_and_gradients_back(batches: int) -> None:
-    made = setting(pp=3, global_batch_size=2 * batches)
-    found = [of(made, stage) for stage in range(3)]
-    assert [each.pipeline for each in found] == [batches * size * LINE for size in (1, 2, 1)]
-    assert [each.pipeline_gathers for each in found] == [0, 0, 0]
+    run = planned_run(pp=3, global_batch_size=2 * batches)
+    measured = [of(run, stage) for stage in range(3)]
+    assert [each.pipeline for each in measured] == [batches * size * LINE for size in (1, 2, 1)]
+    assert [each.pipeline_gathers for each in measured] == [0, 0, 0]
 
 
 def test_tensor_parallel_ranks_send_shares_that_are_gathered() -> None:
-    made = setting(tp=2, pp=3, global_batch_size=6)
-    found = [of(made, stage) for stage in range(3)]
-    assert [each.pipeline for each in found] == [3 * LINE / 2, 3 * LINE, 3 * LINE / 2]
+    run = planned_run(tp=2, pp=3, global_batch_size=6)
+    measured = [of(run, stage) for stage in range(3)]
+    assert [each.pipeline for each in measured] == [3 * LINE / 2, 3 * LINE, 3 * LINE / 2]
     # In the middle the input, the output and its gradient are put together; each sends its half.
     gathered = [3 * times * LINE / 2 for times in (2, 3, 1)]
-    assert [each.pipeline_gathers for each in found] == gathered
+    assert [each.pipeline_gathers for each in measured] == gathered
 
 
 def test_whole_activations_need_no_gathering() -> None:
-    made = setting(tp=2, pp=3, partitioned=False)
-    found = [of(made, stage) for stage in range(3)]
-    assert [each.pipeline for each in found] == [LINE, 2 * LINE, LINE]
-    assert [each.pipeline_gathers for each in found] == [0, 0, 0]
+    run = planned_run(tp=2, pp=3, partitioned=False)
+    measured = [of(run, stage) for stage in range(3)]
+    assert [each.pipeline for each in measured] == [LINE, 2 * LINE, LINE]
+    assert [each.pipeline_gathers for each in measured] == [0, 0, 0]
 
 
 def test_the_ends_sum_the_gradient_of_a_tied_matrix_once_a_step() -> None:
     tied = {"tied_embeddings": True}
-    made = setting(tp=2, pp=3, global_batch_size=6, model=tied)
+    run = planned_run(tp=2, pp=3, global_batch_size=6, model=tied)
     share = 4 * 102 * HIDDEN  # half of 203 ids, rounded up
-    assert [of(made, stage).tied for stage in range(3)] == [share, 0, share]
-    untied = setting(tp=2, pp=3, model={"tied_embeddings": False})
+    assert [of(run, stage).tied for stage in range(3)] == [share, 0, share]
+    untied = planned_run(tp=2, pp=3, model={"tied_embeddings": False})
     assert [of(untied, stage).tied for stage in range(3)] == [0, 0, 0]
-    assert of(setting(tp=2, model=tied)).tied == 0
+    assert of(planned_run(tp=2, model=tied)).tied == 0
 
 
 # ---- data parallel ------------------------------------------------------------------------------
@@ -168,44 +170,44 @@ def test_the_ends_sum_the_gradient_of_a_tied_matrix_once_a_step() -> None:
 
 
 @pytest.mark.parametrize(
-    ("made", "gradients", "weights"),
+    ("run", "gradients", "weights"),
     [
-        (setting(1, zero={"stage": 1}), 0, 0),
-        (setting(2), 4 * 13, 0),
-        (setting(4), 1.5 * 4 * 13, 0),
-        (setting(2, zero={"stage": 1}), 4 * 13, 4 * 16 / 2),
-        (setting(4, zero={"stage": 1}), 1.5 * 4 * 13, 0.75 * 4 * 24),
-        (setting(4, zero={"stage": 1, "all_reduced": False}), 4 * 13, 0.75 * 4 * 24),
-        (setting(4, zero={"stage": 1}, global_batch_size=16), 1.5 * 4 * 13, 0.75 * 4 * 24),
-        (setting(4, zero={"stage": 2}, global_batch_size=16), 2 * 1.5 * 4 * 13, 0.75 * 4 * 24),
-        (setting(4, zero={"stage": 2, "all_reduced": False}), 4 * 13, 0.75 * 4 * 24),
+        (planned_run(1, zero={"stage": 1}), 0, 0),
+        (planned_run(2), 4 * 13, 0),
+        (planned_run(4), 1.5 * 4 * 13, 0),
+        (planned_run(2, zero={"stage": 1}), 4 * 13, 4 * 16 / 2),
+        (planned_run(4, zero={"stage": 1}), 1.5 * 4 * 13, 0.75 * 4 * 24),
+        (planned_run(4, zero={"stage": 1, "all_reduced": False}), 4 * 13, 0.75 * 4 * 24),
+        (planned_run(4, zero={"stage": 1}, global_batch_size=16), 1.5 * 4 * 13, 0.75 * 4 * 24),
+        (planned_run(4, zero={"stage": 2}, global_batch_size=16), 2 * 1.5 * 4 * 13, 0.75 * 4 * 24),
+        (planned_run(4, zero={"stage": 2, "all_reduced": False}), 4 * 13, 0.75 * 4 * 24),
         # BF16_Optimizer sums its flat fp32 gradients, padding and all, and gathers bf16 weights.
-        (setting(4, zero={"stage": 1}, precision="bf16"), 1.5 * 4 * 24, 0.75 * 2 * 24),
-        (setting(4, zero={"stage": 1, "all_reduced": False}, precision="bf16"),
+        (planned_run(4, zero={"stage": 1}, precision="bf16"), 1.5 * 4 * 24, 0.75 * 2 * 24),
+        (planned_run(4, zero={"stage": 1, "all_reduced": False}, precision="bf16"),
          1.5 * 4 * 24, 0.75 * 2 * 24),
-        (setting(4, zero={"stage": 2}, precision="bf16"), 1.5 * 4 * 13, 0.75 * 2 * 24),
+        (planned_run(4, zero={"stage": 2}, precision="bf16"), 1.5 * 4 * 13, 0.75 * 2 * 24),
     ],
 )  # fmt: skip
 def test_gradients_and_weights_of_stages_0_to_2(
-    made: Setting, gradients: float, weights: float
+    run: PlannedRun, gradients: float, weights: float
 ) -> None:
-    found = sent(made, 0, TWO)
-    assert (found.gradients, found.weights) == (gradients, weights)
+    measured = sent(run, 0, TWO)
+    assert (measured.gradients, measured.weights) == (gradients, weights)
 
 
 @pytest.mark.parametrize("batches", [1, 2])
 def test_stage_3_gathers_every_parameter_as_often_as_it_is_asked_for(batches: int) -> None:
-    made = setting(3, zero={"stage": 3}, precision="bf16", global_batch_size=6 * batches)
-    parameters = held_parameters(made, 0)
+    run = planned_run(3, zero={"stage": 3}, precision="bf16", global_batch_size=6 * batches)
+    parameters = held_parameters(run, 0)
     padded = {held.name: -(-held.numel // 3) * 3 for held in parameters}
-    asked = stage_3_gathers(made, parameters)
+    asked = zero3_gathers(run, parameters)
     small = {held.name for held in parameters if held.numel <= 100}
     assert asked.persistent == small
     assert small < padded.keys()
     once = sum(padded[name] for name in small)
     often = sum(asked.counts[name] * padded[name] for name in padded.keys() - small)
-    found = of(made)
-    assert found.gradients == pytest.approx(batches * 4 * sum(padded.values()) * 2 / 3)
-    assert found.weights == pytest.approx(2 * (once + batches * often) * 2 / 3)
+    measured = of(run)
+    assert measured.gradients == pytest.approx(batches * 4 * sum(padded.values()) * 2 / 3)
+    assert measured.weights == pytest.approx(2 * (once + batches * often) * 2 / 3)
     # A block's matrices are gathered for the forward and again for the backward pass.
     assert asked.counts["blocks.1.mlp.up.weight"] == 2

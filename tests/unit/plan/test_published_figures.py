@@ -44,7 +44,7 @@ def of_sweep(row: tuple[int, ...]) -> Plan:
 
 
 def most_memory(plan: Plan) -> int:
-    layout = plan.setting.layout
+    layout = plan.run.layout
     firsts = range(0, layout.num_ranks, layout.dp * layout.tp)
     return max(plan.rank(rank).total for rank in firsts)
 
@@ -72,7 +72,7 @@ def test_published_runs_out_of_memory_do_not_fit_with_that_factor(row: tuple[int
 def test_blooms_batch_bubble_and_checkpoint() -> None:
     plan = of_sweep((70, 14336, 112, 4, 12, 2))
     assert plan.num_parameters == 176_247_271_424
-    assert plan.setting.num_micro_batches == 128
+    assert plan.run.num_micro_batches == 128
     assert plan.bubble == 11 / 128
     # Published with 14 bytes a parameter, of which 2 are 16-bit weights; ours has the fp32 ones.
     assert plan.checkpoint_bytes == 12 * 176_247_271_424
@@ -132,7 +132,7 @@ def test_a_block_saves_for_its_backward_pass_what_is_planned(
     }
     (tmp_path / "config.yaml").write_text(to_yaml(raw))
     plan = make_plan(tmp_path / "config.yaml", [], 1)
-    assert block_activations(plan.setting) == saved_by_a_block(
+    assert block_activations(plan.run) == saved_by_a_block(
         ModelConfig(**shape), batch, length, dtype
     )
 
@@ -162,4 +162,4 @@ def test_activations_are_the_papers_without_dropout_and_scores(tp: int) -> None:
     size = 2048 * 2 * 14336
     # Korthikanti et al. 2022: s b h (10 + 24 / t + 5 a s / h t), where the masks of dropout are 2
     # of the 10, and a fused kernel keeps none of the scores.
-    assert block_activations(plan.setting) == pytest.approx(size * (8 + 24 / tp), rel=2e-3)
+    assert block_activations(plan.run) == pytest.approx(size * (8 + 24 / tp), rel=2e-3)

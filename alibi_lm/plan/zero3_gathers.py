@@ -1,8 +1,8 @@
-"""How often ZeRO-3 gathers each parameter in a micro-batch, and how much of it is whole at once.
+"""Simulates how often ZeRO-3 gathers each parameter in a micro-batch, and the most whole at once.
 
 DeepSpeed's coordinator (`zero/partitioned_param_coordinator.py`) records the order in which modules
-ask for their weights, gathers ahead by it, and keeps what is asked for again soon. Its rules are
-played through here on that order.
+request their weights, prefetches by it, and keeps what is requested again soon. This module applies
+its rules to that order.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from alibi_lm.plan.parameters import HeldParameter
-from alibi_lm.plan.setting import ZeroSettings
+from alibi_lm.plan.planned_run import ZeroSettings
 
 
 class _Event(NamedTuple):
-    """A module asks for its weights, or is done with them."""
+    """A module requests its weights, or releases them."""
 
     kind: Literal["fetch", "release"]
     module: str
 
 
 @dataclass(frozen=True)
-class Gathers:
-    """What ZeRO-3 gathers."""
+class Zero3Gathers:
+    """The parameters that ZeRO-3 gathers."""
 
     counts: dict[str, int]
-    """Times that each parameter is gathered in a micro-batch; 0 for the persistent."""
+    """Gathers of each parameter in a micro-batch; 0 for persistent ones."""
     persistent: frozenset[str]
-    """Parameters that are kept whole over a step, and gathered once after each."""
+    """Parameters that stay whole during a step, and are gathered once after each."""
     most_live: int
     """The most elements that are whole at once."""
 
@@ -49,7 +49,7 @@ def _forward(block: str, *, stops_early: bool = False) -> Iterator[_Event]:
         yield _Event("fetch", f"{block}.{part}")
         for linear in linears:
             yield _Event("fetch", f"{block}.{linear}")
-            # Recomputation ends as soon as the last input is there: inside the last module.
+            # Recomputation ends inside the last module, once its input is there.
             if not (stops_early and linear == "mlp.down"):
                 yield _Event("release", f"{block}.{linear}")
         if not (stops_early and part == "mlp"):
@@ -78,7 +78,7 @@ def _both(module: str) -> Iterator[_Event]:
 
 
 def _events(num_blocks: int, embedding_norm: bool, recompute: bool) -> Iterator[_Event]:
-    """One micro-batch. The root asks for the output matrix, which the loss uses itself."""
+    """One micro-batch. The root module requests the output matrix, which the loss uses."""
     blocks = [f"blocks.{index}" for index in range(num_blocks)]
     embedding = [_Event("fetch", "embedding")]
     if embedding_norm:
@@ -98,10 +98,10 @@ def _events(num_blocks: int, embedding_norm: bool, recompute: bool) -> Iterator[
     yield _Event("release", "root")
 
 
-def gathers(
+def simulate_gathers(
     parameters: Sequence[HeldParameter], zero: ZeroSettings, tied: bool, recompute: bool
-) -> Gathers:
-    """What is gathered of a rank's parameters in one micro-batch (from the third on)."""
+) -> Zero3Gathers:
+    """The gathers of a rank's parameters in one micro-batch (from the third on)."""
     sizes = {held.name: held.numel for held in parameters}
     modules: dict[str, list[str]] = {}
     for name in sizes:
@@ -111,9 +111,9 @@ def gathers(
     num_blocks = len({name.split(".")[1] for name in sizes if name.startswith("blocks.")})
     events = list(_events(num_blocks, "embedding.norm" in modules, recompute))
     persistent = _persistent(parameters, zero)
-    played = _Coordinator(events, modules, sizes, persistent, zero)
-    counts, most = played.play()
-    return Gathers({name: counts[name] for name in sizes}, persistent, most)
+    coordinator = _Coordinator(events, modules, sizes, persistent, zero)
+    counts, most = coordinator.simulate()
+    return Zero3Gathers({name: counts[name] for name in sizes}, persistent, most)
 
 
 def _persistent(parameters: Sequence[HeldParameter], zero: ZeroSettings) -> frozenset[str]:
@@ -127,7 +127,7 @@ def _persistent(parameters: Sequence[HeldParameter], zero: ZeroSettings) -> froz
 
 
 class _Coordinator:
-    """The rules of DeepSpeed's `PartitionedParameterCoordinator`, with names for parameters."""
+    """The rules of DeepSpeed's `PartitionedParameterCoordinator`, on parameter names."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class _Coordinator:
         self.queue = deque(
             (name, step) for step, module in enumerate(self.order) for name in self._of(module)
         )
-        self.latest = dict.fromkeys(sizes, -1)  # the step that each was last gathered for
+        self.latest = dict.fromkeys(sizes, -1)  # the step for which each was last gathered
         self.whole = set(persistent)
         self.active: dict[str, set[str]] = {name: set() for name in sizes}
         self.available = 0
@@ -155,8 +155,8 @@ class _Coordinator:
     def _of(self, module: str) -> list[str]:
         return self.modules.get(module, [])
 
-    def play(self) -> tuple[Counter[str], int]:
-        """Gathers by parameter, and the most elements whole at once."""
+    def simulate(self) -> tuple[Counter[str], int]:
+        """Gathers of each parameter, and the most elements whole at once."""
         step, most = 0, 0
         kept = sum(self.sizes[name] for name in self.persistent)
         for event in self.events:

@@ -1,4 +1,4 @@
-"""What a plan is made of: a checked config, its layout and DeepSpeed's ZeRO settings."""
+"""A run on a number of ranks: the checked config, its layout and DeepSpeed's ZeRO settings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 @dataclass(frozen=True)
 class ZeroSettings:
-    """The settings of ZeRO that decide what is held and sent; defaults are DeepSpeed's."""
+    """The ZeRO settings that decide memory and traffic; defaults are DeepSpeed's."""
 
     stage: int
     reduce_bucket_size: int
@@ -24,53 +24,53 @@ class ZeroSettings:
     contiguous_gradients: bool
     """Whether gradients are copied into a bucket before they are reduced."""
     overlap_comm: bool
-    """Whether gradients are reduced during the backward pass, from two buckets in turn."""
+    """Whether gradients are reduced during the backward pass, from two alternating buckets."""
     all_reduced: bool
-    """Whether stages 1 and 2 all-reduce a bucket, rather than reduce its parts to their owners."""
+    """Whether stages 1 and 2 all-reduce a bucket instead of reducing its parts to their owners."""
     persistence_threshold: int
-    """Stage 3: parameters of at most as many elements are kept whole over a step."""
+    """Stage 3: parameters of at most this many elements stay whole during a step."""
     model_persistence_threshold: int
     """Stage 3: elements of all of them together."""
     prefetch_bucket_size: int
     """Stage 3: elements gathered ahead."""
     max_live_parameters: int
-    """Stage 3: whole parameters beyond which nothing is gathered ahead."""
+    """Stage 3: number of whole elements beyond which nothing is gathered ahead."""
     max_reuse_distance: int
-    """Stage 3: parameters used again within as many elements are kept."""
+    """Stage 3: parameters used again within this many elements stay whole."""
     offload_optimizer: bool
     """Whether the host holds master weights, moments and their gradients."""
     offload_param: bool
     """Whether the host holds the parts of the weights too."""
     immediate_grad_update: bool
-    """Stage 1 in bf16: whether a bf16 gradient is let go of as soon as it is added in fp32."""
+    """Stage 1 in bf16: whether a bf16 gradient is freed as soon as it is added in fp32."""
 
 
 def zero_settings(block: dict[str, Any]) -> ZeroSettings:
-    """ZeRO's settings of a valid `deepspeed:` block, DeepSpeed's defaults filled in."""
-    found = zero_config(block)
+    """The ZeRO settings of a valid `deepspeed:` block, with DeepSpeed's defaults."""
+    zero = zero_config(block)
 
     def offloaded(section: Any) -> bool:
         return section is not None and section.device.value != "none"
 
     return ZeroSettings(
         stage=zero_stage(block),
-        reduce_bucket_size=int(found.reduce_bucket_size),
-        contiguous_gradients=found.contiguous_gradients,
-        overlap_comm=bool(found.overlap_comm),
-        all_reduced=found.use_multi_rank_bucket_allreduce or not found.reduce_scatter,
-        persistence_threshold=int(found.param_persistence_threshold),
-        model_persistence_threshold=int(found.model_persistence_threshold),
-        prefetch_bucket_size=int(found.prefetch_bucket_size),
-        max_live_parameters=int(found.max_live_parameters),
-        max_reuse_distance=int(found.max_reuse_distance),
-        offload_optimizer=offloaded(found.offload_optimizer),
-        offload_param=offloaded(found.offload_param),
+        reduce_bucket_size=int(zero.reduce_bucket_size),
+        contiguous_gradients=zero.contiguous_gradients,
+        overlap_comm=bool(zero.overlap_comm),
+        all_reduced=zero.use_multi_rank_bucket_allreduce or not zero.reduce_scatter,
+        persistence_threshold=int(zero.param_persistence_threshold),
+        model_persistence_threshold=int(zero.model_persistence_threshold),
+        prefetch_bucket_size=int(zero.prefetch_bucket_size),
+        max_live_parameters=int(zero.max_live_parameters),
+        max_reuse_distance=int(zero.max_reuse_distance),
+        offload_optimizer=offloaded(zero.offload_optimizer),
+        offload_param=offloaded(zero.offload_param),
         immediate_grad_update=bool(block.get("bf16", {}).get("immediate_grad_update", False)),
     )
 
 
 @dataclass(frozen=True)
-class Setting:
+class PlannedRun:
     """A run on a number of ranks."""
 
     config: Config
