@@ -31,8 +31,8 @@ def command(*arguments: object) -> Result:
 
 def owned(plan: Plan) -> int:
     """Parameters that the ranks of one data-parallel place count, all together."""
-    ranks = range(plan.setting.layout.num_ranks)
-    places = {rank: plan.setting.layout.place(rank) for rank in ranks}
+    ranks = range(plan.run.layout.num_ranks)
+    places = {rank: plan.run.layout.place(rank) for rank in ranks}
     return sum(
         held.owned
         for rank, place in places.items()
@@ -70,7 +70,7 @@ def test_the_ranks_of_a_layout_hold_the_model_once(tp: int, pp: int, overrides: 
     overrides = [f"parallel.tp={tp}", f"parallel.pp={pp}", ZERO_1, *overrides]
     plan = make_plan(BLOOM, overrides, tp * pp * 2)
     assert owned(plan) == plan.num_parameters
-    model, layout = plan.setting.config.model, plan.setting.layout
+    model, layout = plan.run.config.model, plan.run.layout
     stage_0 = [plan.rank(rank) for rank in layout.tensor_groups()[0]]
     assert [head for part in stage_0 for head in part.heads] == list(range(model.num_heads))
     assert {head for part in stage_0 for head in part.kv_heads} == set(range(model.kv_heads))
@@ -81,7 +81,7 @@ def test_the_ranks_of_a_layout_hold_the_model_once(tp: int, pp: int, overrides: 
     assert [layer for stage in stages for layer in stage] == list(range(model.num_layers + 2))
     places = [plan.rank(rank).samples(step=3) for rank in layout.data_groups()[0]]
     samples = sorted(s for place in places for batch in place for s in batch)
-    batch = plan.setting.config.train.global_batch_size
+    batch = plan.run.config.train.global_batch_size
     assert samples == list(range(3 * batch, 4 * batch))
 
 
