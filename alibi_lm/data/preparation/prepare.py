@@ -27,7 +27,7 @@ from alibi_lm.config_loading import apply_overrides, build, load_yaml, to_dict
 from alibi_lm.data.config import RecipeConfig
 from alibi_lm.data.indexed import token_dtype
 from alibi_lm.data.manifest import FORMAT, MANIFEST, different_keys, read_manifest, versions
-from alibi_lm.data.preparation.documents import DocumentReader
+from alibi_lm.data.preparation.documents import NOT_UTF8_FILE, WHOLE_FILE, DocumentReader
 from alibi_lm.data.preparation.generated import document_generator
 from alibi_lm.data.preparation.scan import ScanResult, TextSample, known_bytes, scan
 from alibi_lm.data.preparation.sources import fingerprint
@@ -260,6 +260,9 @@ def _warn(name: str, result: dict[str, Any]) -> None:
     if skipped := result["skipped"]:
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in skipped.items())
         console.info(f"prepare: {name}: left out {reasons}")
+        if NOT_UTF8_FILE in skipped:
+            names = [n for n in result["not_utf8_names"] if n.endswith(WHOLE_FILE)]
+            console.warn(f"{name}: skipped whole files: {', '.join(names)[:400]}")
     if result["lossy_documents"]:
         console.warning(
             f"{name}: {result['lossy_documents']:,} documents do not decode to themselves with "

@@ -191,7 +191,9 @@ def test_a_typed_file_that_is_wrong_is_named(
         list(DocumentReader(SourceConfig("c", str(tmp_path), format=kind, text_field="body")))
     file = next(tmp_path.iterdir())
     file.write_bytes(b"nonsense")
-    with pytest.raises(DataError, match=r"cannot be read \(ArrowInvalid"):
+    with pytest.raises(
+        DataError, match=rf"\.{kind}: cannot be read as {kind} from row 0 on \(ArrowInvalid"
+    ):
         list(DocumentReader(SourceConfig("c", str(tmp_path), format=kind)))
 
 
