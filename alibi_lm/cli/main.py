@@ -24,6 +24,7 @@ from alibi_lm.cli.prepare import prepare
 from alibi_lm.cli.train import train
 from alibi_lm.utils.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError, path_error
 from alibi_lm.utils.logging import console
+from alibi_lm.utils.utf8 import ensure_utf8
 
 NAME = "alibi-lm"
 
@@ -88,6 +89,7 @@ def main() -> None:
     loss that is not finite, 4 stopped on request after a save, 5 a rank or host was lost (repeat
     the command to resume), 130 interrupted.
     """
+    ensure_utf8()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a locale's encoding may lack a text's characters
             stream.reconfigure(errors="backslashreplace")

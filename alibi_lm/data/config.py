@@ -103,14 +103,15 @@ class SourceConfig(Section):
     ${python:stdlib} and ${python:packages} at the start of a path stand for Python's standard
     library and its installed packages."""
     format: Literal["text", "jsonl", "parquet", "arrow", "hub", "recall", "reasoning"] = "text"
-    """Format of the documents. text is one document per file, and jsonl may be compressed (.gz).
+    """Format of the documents. text is one document per file; a jsonl file may also be one JSON
+    array. Files may be compressed (gz, bz2, xz, zst) and texts in UTF-16 with a byte-order mark.
     recall and reasoning generate max_documents documents."""
     recall: RecallConfig | None = None
     """Settings of format: recall."""
     reasoning: ReasoningConfig | None = None
     """Settings of format: reasoning."""
     text_field: str = "text"
-    """Field that holds the document (all formats but text)."""
+    """Field that holds the document (all formats but text); meta.text is field text of meta."""
     include: str = "*"
     """File name pattern of the files that are read from a folder."""
     exclude: list[str] = field(default_factory=list)
@@ -129,8 +130,8 @@ class SourceConfig(Section):
     max_documents: PositiveInt | None = None
     """Most documents to keep; by default all."""
     not_utf8: Literal["refuse", "skip"] = "refuse"
-    """What happens to a file (jsonl: a line) that is not UTF-8: an error, or skip it and name it in
-    the manifest."""
+    """What happens to a file (jsonl: a line, or a binary file) that is not UTF-8: an error, or skip
+    it and name it in the manifest."""
     validation_fraction: Probability = 0.05
     """Fraction of documents used for validation, chosen by the hash of their text."""
     min_long_validation: NonNegativeInt = 0

@@ -13,7 +13,8 @@ Layout of the `.idx` (little endian), after `megatron/core/datasets/indexed_data
     int8[S]   modes, in multimodal files only
 
 The `.bin` holds the tokens of all sequences one after another. A document is one or more
-consecutive sequences. GPT-NeoX and Megatron-DeepSpeed write the same layout.
+consecutive sequences. GPT-NeoX and Megatron-DeepSpeed write the same layout. An index that is
+`[0]`, or that lacks its last entry, is read as one document per sequence, with a warning.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from alibi_lm.utils.errors import DataError, Problem
 from alibi_lm.utils.files import sync
+from alibi_lm.utils.logging import console
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -82,6 +84,9 @@ class TokenFile:
     def __init__(self, prefix: str | Path) -> None:
         self.prefix = Path(prefix)
         self._open()
+        if self._completed_index:
+            rule = "its document index is incomplete; reading one document per sequence"
+            console.warning(f"{idx_path(self.prefix)}: {rule}")
 
     def _open(self) -> None:
         index = idx_path(self.prefix)
@@ -93,7 +98,10 @@ class TokenFile:
         self._pointers: NDArray[np.int64] = _section(raw, at, self.num_sequences, "<i8")
         at += self._pointers.nbytes
         self._document_index: NDArray[np.int64] = _section(raw, at, num_ends, "<i8")
-        self.num_documents = num_ends - 1
+        self._completed_index = self._lacks_documents()
+        if self._completed_index:
+            self._document_index = np.arange(self.num_sequences + 1, dtype=np.int64)
+        self.num_documents = len(self._document_index) - 1
         self.num_tokens = int(self._lengths.sum(dtype=np.int64))
         self._check_index(index)
         self._check_tokens(bin_path(self.prefix))
@@ -103,6 +111,16 @@ class TokenFile:
             self._tokens: NDArray[Any] = np.frombuffer(self._map, self.dtype)
         else:  # an empty file cannot be mapped
             self._tokens = np.empty(0, self.dtype)
+
+    def _lacks_documents(self) -> bool:
+        """Whether the document index is `[0]` (an old merge tool's) or lacks only its last entry.
+
+        A shorter index is completed only where each of its documents is one sequence.
+        """
+        ends, count = self._document_index, self.num_sequences
+        if not count or len(ends) not in (1, count):
+            return False
+        return bool(np.array_equal(ends, np.arange(len(ends))))
 
     def _check_index(self, path: Path) -> None:
         fix = "write the file again"

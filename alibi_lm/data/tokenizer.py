@@ -208,7 +208,7 @@ class Tokenizer:
             self._declared = self._declared.with_eos(eos, "tokenizer.eos")
         self._load()
         if self._sampling:
-            console.warn(f"{self.file}: {self._sampling} is switched off for encoding")
+            console.warning(f"{self.file}: {self._sampling} is switched off for encoding")
 
     def _load(self) -> None:
         self.kind: Literal["sentencepiece", "tokenizer.json"] = (

@@ -14,12 +14,14 @@ from deepspeed.launcher.runner import (
     DEEPSPEED_ENVIRONMENT_NAME,
     DEEPSPEED_ENVIRONMENT_PATHS,
     EXPORT_ENVS,
-    fetch_hostfile,
+    _parse_hostfile,
 )
 
 from alibi_lm.utils.errors import ConfigError, Problem
+from alibi_lm.utils.logging import console
 
 THIS = "this machine"
+BOM = "\ufeff"
 _SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
 _AT_ONCE = 64
 
@@ -28,15 +30,25 @@ def read_hostfile(path: Path) -> dict[str, int]:
     """Hosts and their slots, by the launcher's own reader.
 
     Raises:
-        ConfigError: no such file, or a line that the launcher does not take.
+        ConfigError: no such file, a line that the launcher does not take, or a host without slots.
     """
     if not path.is_file():
         raise ConfigError(Problem(str(path), None, "is no file", "name a hostfile"))
+    fix = "write one line `NAME slots=RANKS` a host"
+    text = path.read_bytes().decode("utf-8", "surrogateescape")
+    if text.startswith(BOM):
+        console.warning(
+            f"{path}: begins with a byte-order mark; DeepSpeed reads it as part of a name"
+        )
     try:
-        return dict(fetch_hostfile(str(path)))
+        hosts = dict(_parse_hostfile(text.removeprefix(BOM).splitlines()))
     except ValueError as error:
-        fix = "write one line `NAME slots=RANKS` a host"
         raise ConfigError(Problem(str(path), None, str(error), fix)) from None
+    empty = [host for host, slots in hosts.items() if slots < 1]
+    if empty:
+        rule = f"gives {', '.join(empty)} no slots"
+        raise ConfigError(Problem(str(path), None, rule, f"delete the line, or {fix}"))
+    return hosts
 
 
 def exported(environment: Mapping[str, str], folder: Path) -> dict[str, str]:

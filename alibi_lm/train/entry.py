@@ -17,6 +17,7 @@ from alibi_lm.utils.errors import EXIT_STOPPED, EXIT_USER_ERROR, UserError
 from alibi_lm.utils.exit import leave, leave_process_group, run_and_report
 from alibi_lm.utils.logging import console
 from alibi_lm.utils.memory import keep_freed_memory
+from alibi_lm.utils.utf8 import ensure_utf8
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -110,6 +111,7 @@ def share_cores() -> None:
 
 def run(arguments: Sequence[str]) -> NoReturn:
     """Train and end the process with `main`'s exit code."""
+    ensure_utf8()
     leave(main(arguments))
 
 

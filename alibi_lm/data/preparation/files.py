@@ -126,8 +126,11 @@ def lines(file: BinaryIO, path: str) -> Iterator[bytes]:
 
 def binary_kind(path: str) -> str | None:
     """What a file that is no text seems to be, or None for text."""
-    with open_file(path) as file:
-        head = file.read(_HEAD)
+    try:
+        with _decompressed(path, compression(path)) as file:
+            head = file.read(_HEAD)
+    except READ_ERRORS:
+        return None  # whoever reads its lines names the place
     for magic, name in _OTHERS.items():
         if head.startswith(magic):
             return name

@@ -262,7 +262,7 @@ def _warn(name: str, result: dict[str, Any]) -> None:
         console.info(f"prepare: {name}: left out {reasons}")
         if NOT_UTF8_FILE in skipped:
             names = [n for n in result["not_utf8_names"] if n.endswith(WHOLE_FILE)]
-            console.warn(f"{name}: skipped whole files: {', '.join(names)[:400]}")
+            console.warning(f"{name}: skipped whole files: {', '.join(names)[:400]}")
     if result["lossy_documents"]:
         console.warning(
             f"{name}: {result['lossy_documents']:,} documents do not decode to themselves with "

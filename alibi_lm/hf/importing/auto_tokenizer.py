@@ -77,7 +77,7 @@ class AutoTokenizerAdapter(Tokenizer):
         self.digest = sha256(self.file)
         sampling = switch_off_sampling(model.backend_tokenizer.model) if model.is_fast else None
         if sampling:
-            console.warn(f"{self.file}: {sampling} is switched off for encoding")
+            console.warning(f"{self.file}: {sampling} is switched off for encoding")
         backend = _AutoBackend(model)
         self._backend = backend
         if backend.eos_id is None:

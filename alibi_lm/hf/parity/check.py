@@ -300,7 +300,9 @@ def check_imported_tokenizer(tokenizer: Tokenizer, folder: Path, hf_config: Any)
             loaded = load_auto_tokenizer(folder)
         except Exception as error:  # classes that need other files or packages
             detail = " ".join(f"{type(error).__name__}: {error}".split())[:120]
-            console.warn(f"{folder}: special tokens not compared, AutoTokenizer fails ({detail})")
+            console.warning(
+                f"{folder}: special tokens not compared, AutoTokenizer fails ({detail})"
+            )
         else:
             try:
                 _compare_special_tokens(tokenizer, loaded, declared)
@@ -309,7 +311,7 @@ def check_imported_tokenizer(tokenizer: Tokenizer, folder: Path, hf_config: Any)
                 raise CheckpointError(Problem(str(folder), None, mismatch.rule, fix)) from None
     stated = hf_config.eos_token_id
     if tokenizer.eos_id not in (stated if isinstance(stated, list) else [stated]):
-        console.warn(
+        console.warning(
             f"{folder}/config.json: eos_token_id = {stated} is not the tokenizer's, "
             f"{tokenizer.eos_id}; generation and exports use the tokenizer's"
         )

@@ -143,6 +143,27 @@ def test_a_broken_index_is_refused(tmp_path: Path, at: int, raw: bytes, message:
         TokenFile(tmp_path / "corpus")
 
 
+@pytest.mark.parametrize("ends", [[0], [0, 1, 2]])
+def test_an_incomplete_document_index_is_completed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], ends: list[int]
+) -> None:
+    write_by_hand(tmp_path / "corpus", [[sequence] for sequence in FLAT])
+    path = tmp_path / "corpus.idx"
+    content = bytearray(path.read_bytes())
+    start = len(content) - 4 * 8
+    content[start:] = struct.pack(f"<{len(ends)}q", *ends)
+    content[26:34] = struct.pack("<Q", len(ends))
+    path.write_bytes(content)
+    file = TokenFile(tmp_path / "corpus")
+    assert "corpus.idx: its document index is incomplete" in capsys.readouterr().err
+    assert [file.document(i).tolist() for i in range(file.num_documents)] == FLAT
+    again = pickle.loads(pickle.dumps(file))
+    assert again.document_starts.tolist() == [0, 3, 6, 11]
+    path.write_bytes(content[:-8] + struct.pack("<q", 5))
+    with pytest.raises(DataError, match="documents do not cover"):
+        TokenFile(tmp_path / "corpus")
+
+
 def test_missing_files_and_a_bin_of_another_index(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="corpus.idx: no such file"):
         TokenFile(tmp_path / "corpus")

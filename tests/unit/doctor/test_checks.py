@@ -164,6 +164,18 @@ def test_hostfiles_are_read_as_the_launcher_does(tmp_path: Path) -> None:
     path.write_text("node-1 8\n")
     with pytest.raises(ConfigError, match="bad entry"):
         read_hostfile(path)
+    path.write_text("node-1 slots=8\nnode-2 slots=0\n")
+    with pytest.raises(ConfigError, match="gives node-2 no slots; delete the line"):
+        read_hostfile(path)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_hosts_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "hostfile"
+    path.write_bytes(b"\xef\xbb\xbfnode-1 slots=8\r\nnode-2 slots=4\r\n")
+    assert read_hostfile(path) == {"node-1": 8, "node-2": 4}
+    assert "byte-order mark" in capsys.readouterr().err
 
 
 def test_variables_are_those_that_the_launcher_carries(
