@@ -36,6 +36,7 @@ UTILS = {
     "files": (),
     "memory": (),
     "text": (),
+    "utf8": (),
     "exit": ("errors", "logging"),
     "plugins": (),
     "settings": ("errors",),
