@@ -198,4 +198,4 @@ def test_a_mistake_is_one_line_and_nothing_is_written(
 def test_one_process_cannot_share_a_model(run: Path) -> None:
     done = CliRunner().invoke(main, ["eval", "needle", str(run), "parallel.tp=2"])
     assert done.exit_code == 2
-    assert "parallel.tp = 2: shares the model among ranks, and this is one process" in done.output
+    assert "parallel.tp = 2: needs several ranks, and this is one process" in done.output
