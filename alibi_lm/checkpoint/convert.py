@@ -1,7 +1,7 @@
-"""Rewriting a checkpoint as a folder that stands alone, its tensors in a few files.
+"""Rewriting a checkpoint as a self-contained folder with its tensors in a few files.
 
-A run writes one shard a rank, cut as its layout has it. A converted checkpoint is of the same
-format, with every tensor whole or cut in one place, in as many files as asked for.
+A run writes one shard a rank, split by its layout. A converted checkpoint has the same format, with
+the tensors one after another in the requested number of files.
 """
 
 from __future__ import annotations

@@ -44,9 +44,9 @@ def step_folders(run: Path) -> list[Path]:
 
 
 def incomplete_folders(run: Path) -> list[Path]:
-    """Folders with a step's name that lack their meta.json, oldest first.
+    """Step folders without meta.json, oldest first.
 
-    A checkpoint gets its name when it is whole, so these have been damaged since.
+    A checkpoint is renamed to its step when it is complete, so these were damaged later.
     """
     folders = (path for path in (run / CHECKPOINTS).glob("step_*") if _STEP.match(path.name))
     lacking = (path for path in folders if path.is_dir() and not (path / META).is_file())
@@ -54,7 +54,7 @@ def incomplete_folders(run: Path) -> list[Path]:
 
 
 def every_step_folder(run: Path) -> list[Path]:
-    """The checkpoints of a run, whole or not, oldest first."""
+    """The checkpoints of a run, complete or not, oldest first."""
     return sorted([*step_folders(run), *incomplete_folders(run)], key=_number)
 
 
@@ -107,7 +107,7 @@ def read_meta(step_folder: Path) -> dict[str, Any]:
     if meta["format"] not in READABLE:
         rule = f"is of checkpoint format {meta['format']}; this version reads {READABLE}"
         raise CheckpointError(Problem(str(path), None, rule, "use the version that wrote it"))
-    # Formats 1 and 2 have no digest; one beside such a number is of a flipped bit in it.
+    # Formats 1 and 2 have no digest; if there is one, a bit of the format flipped.
     signed = meta["format"] >= _SIGNED_SINCE
     if signed != (digest is not None) or (signed and text != _meta_text(meta)):
         raise CheckpointError(Problem(str(path), None, "does not match its own sha256", fix))
@@ -115,7 +115,7 @@ def read_meta(step_folder: Path) -> dict[str, Any]:
 
 
 def _is_whole(meta: dict[str, Any], folder_name: str) -> bool:
-    """Whether meta.json has what is read of it, and is of the folder that it lies in."""
+    """Whether meta.json has the keys that are read, and the step of its folder's name."""
     files = meta.get("files")
     if not isinstance(files, dict) or not isinstance(meta.get("step"), int):
         return False
@@ -136,8 +136,8 @@ def damage(
 ) -> Iterator[Problem]:
     """Every file of a checkpoint that is missing, cut short or changed, by meta.json.
 
-    With `parts` readers, reader `part` looks at every `parts`-th file. `advance` is told the
-    bytes of each piece read.
+    With `parts` readers, reader `part` checks every `parts`-th file. `advance` is called with
+    the bytes of each piece read.
     """
     fix = "restore the file, or use an earlier step"
     for name, facts in list(meta["files"].items())[part::parts]:
@@ -163,7 +163,7 @@ def _rule_broken(
 def verify(step_folder: Path, advance: Callable[[int], None] | None = None) -> dict[str, Any]:
     """Check every file of a checkpoint against meta.json and return it.
 
-    `advance` is told the bytes of each piece read.
+    `advance` is called with the bytes of each piece read.
 
     Raises:
         CheckpointError: naming every damaged file.
@@ -231,8 +231,8 @@ def verify_all(path: Path) -> Iterator[tuple[Path, list[Problem]]]:
 def latest_problem(run: Path, *expected: Path) -> Problem | None:
     """What is wrong with `latest` unless it names one of the expected step folders.
 
-    Nothing is chosen by it, so nothing is lost with it; a kill between the end of a save and its
-    writing leaves it one save behind.
+    No reader relies on it. A kill between the end of a save and its writing leaves it one save
+    behind.
     """
     path = run / CHECKPOINTS / LATEST
     names = [folder.name for folder in expected]

@@ -17,7 +17,7 @@ from torch import Tensor
 from alibi_lm.utils.files import sync
 
 _AT_ONCE = 1 << 22
-"""Elements made into bytes at a time."""
+"""Elements converted to bytes at a time."""
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -32,7 +32,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-"""What the types are called in a safetensors file."""
+"""Names of the types in a safetensors file."""
 _BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 
 

@@ -1,4 +1,4 @@
-"""One checkpoint of a run, opened for reading: evals, generation, export and `init_from`."""
+"""One checkpoint opened for reading: by evals, generation, export and `init_from`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from alibi_lm.parallel.mesh import NO_PARALLEL, ParallelDim
 
 @dataclass(frozen=True)
 class Step:
-    """A complete checkpoint. Make one with `open_run`."""
+    """A complete checkpoint; `open_run` opens one."""
 
     folder: Path
     meta: dict[str, Any]
@@ -62,9 +62,9 @@ class Step:
         return hashlib.sha256((self.folder / META).read_bytes()).hexdigest()
 
     def weights_digest(self, advance: Callable[[int], None] | None = None) -> str:
-        """SHA-256 over names and fp32 values of all weights, whatever files they lie in.
+        """SHA-256 over names and fp32 values of all weights, whatever files hold them.
 
-        `advance` is told the bytes of each tensor.
+        `advance` is called with the bytes of each tensor.
         """
         digest = hashlib.sha256()
         with self.reader() as reader:

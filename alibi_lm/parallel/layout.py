@@ -1,4 +1,4 @@
-"""How ranks are numbered, and which layers each pipeline stage holds. Plain arithmetic."""
+"""How ranks are numbered, and which layers each pipeline stage holds; plain arithmetic."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RankCoordinate:
-    """Where a rank stands along each way of splitting."""
+    """A rank's coordinate in each parallel dimension."""
 
     stage: int
     """Its pipeline stage."""
     data: int
-    """Its data-parallel place: which samples it reads."""
+    """Its data-parallel rank: which samples it reads."""
     tensor: int
-    """Its tensor-parallel place: which slice of every matrix it holds."""
+    """Its tensor-parallel rank: which slice of every matrix it holds."""
 
 
 @dataclass(frozen=True)
 class Layout:
     """The degrees of a run's parallelism.
 
-    Tensor-parallel ranks are neighbors, because they talk most; then come the data-parallel
-    ones; the pipeline stages, which talk least, lie farthest apart:
+    Tensor-parallel ranks are neighbors, because they communicate most; then come data-parallel
+    ranks; pipeline stages, which communicate least, are farthest apart:
     rank = (stage * dp + data) * tp + tensor.
     """
 
@@ -32,11 +32,11 @@ class Layout:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks in all."""
+        """Total number of ranks."""
         return self.dp * self.tp * self.pp
 
     def place(self, rank: int) -> RankCoordinate:
-        """Where a rank stands."""
+        """A rank's coordinates."""
         rest, tensor = divmod(rank, self.tp)
         stage, data = divmod(rest, self.dp)
         return RankCoordinate(stage, data, tensor)
@@ -55,7 +55,7 @@ class Layout:
         ]
 
     def pipeline_groups(self) -> list[list[int]]:
-        """The ranks that hand a sample's activations on to each other, first stage first."""
+        """The ranks that pass a sample's activations along, first stage first."""
         per_stage = self.dp * self.tp
         return [list(range(first, self.num_ranks, per_stage)) for first in range(per_stage)]
 

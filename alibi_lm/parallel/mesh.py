@@ -1,4 +1,4 @@
-"""The degrees of a run's parallelism, and the process groups that go with them."""
+"""This rank's position in each parallel dimension, and the process groups."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from alibi_lm.parallel.layout import Layout
 
 @dataclass(frozen=True)
 class ParallelDim:
-    """One way of splitting the ranks, as this rank sees it."""
+    """One parallel dimension, as this rank sees it."""
 
     rank: int
-    """This rank's place among the ranks of its group."""
+    """This rank's number in its group."""
     size: int
-    """Ranks of a group."""
+    """Ranks in a group."""
     group: dist.ProcessGroup | None = None
-    """The group of ranks; None is all ranks, or at size 1 no group at all."""
+    """The process group; None is all ranks, or at size 1 no group."""
 
 
 NO_PARALLEL = ParallelDim(0, 1)
-"""No split."""
+"""A dimension of size 1."""
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """Where this rank stands: which part of the model it holds and which samples it reads.
+    """Which part of the model this rank holds and which samples it reads.
 
-    How ranks are numbered: see `Layout`.
+    `Layout` numbers the ranks.
     """
 
     tp: ParallelDim
@@ -43,7 +43,7 @@ class Mesh:
 
 
 def make_mesh(tp: int, pp: int = 1) -> Mesh:
-    """Make the groups of a run with `tp` tensor-parallel ranks and `pp` stages.
+    """Create the process groups for `tp` tensor-parallel ranks and `pp` pipeline stages.
 
     Every rank calls it. tp x pp must divide the number of ranks (`rules.layout_problems` says so
     to the user).
@@ -54,20 +54,20 @@ def make_mesh(tp: int, pp: int = 1) -> Mesh:
     if tp * pp == 1:
         return Mesh(NO_PARALLEL, ParallelDim(rank, num_ranks))
     return Mesh(
-        _axis(rank, layout.tensor_groups()) if tp > 1 else NO_PARALLEL,
-        _axis(rank, layout.data_groups()),  # DeepSpeed asks for it even at size 1
-        _axis(rank, layout.pipeline_groups()) if pp > 1 else NO_PARALLEL,
+        _parallel_dim(rank, layout.tensor_groups()) if tp > 1 else NO_PARALLEL,
+        _parallel_dim(rank, layout.data_groups()),  # DeepSpeed asks for it even at size 1
+        _parallel_dim(rank, layout.pipeline_groups()) if pp > 1 else NO_PARALLEL,
     )
 
 
-def _axis(rank: int, groups: list[list[int]]) -> ParallelDim:
-    found = None
+def _parallel_dim(rank: int, groups: list[list[int]]) -> ParallelDim:
+    own = None
     for ranks in groups:
-        group = dist.new_group(ranks)  # every rank takes part in making every group
+        group = dist.new_group(ranks)  # every rank must create every group
         if rank in ranks:
-            found = ParallelDim(ranks.index(rank), len(ranks), group)
-    assert found is not None
-    return found
+            own = ParallelDim(ranks.index(rank), len(ranks), group)
+    assert own is not None
+    return own
 
 
 class ModelParallelUnit:
@@ -81,7 +81,7 @@ class ModelParallelUnit:
         self._mesh = mesh
 
     def get_model_parallel_rank(self) -> int:
-        """This rank's place in its tensor-parallel group."""
+        """This rank's number in its tensor-parallel group."""
         return self._mesh.tp.rank
 
     def get_model_parallel_world_size(self) -> int:
@@ -93,7 +93,7 @@ class ModelParallelUnit:
         return self._mesh.tp.group
 
     def get_data_parallel_rank(self) -> int:
-        """This rank's place in its data-parallel group."""
+        """This rank's number in its data-parallel group."""
         return self._mesh.dp.rank
 
     def get_data_parallel_world_size(self) -> int:

@@ -1,8 +1,7 @@
-"""Which elements of a whole tensor a tensor-parallel rank holds: the one statement of a split.
+"""Which elements of a whole tensor a tensor-parallel rank holds; a split is stated here alone.
 
-Every parameter that is split carries a `Shard`. Initialization cuts the rank's slice out of the
-whole value by it, and checkpoints store what a rank holds under the coordinates of the whole
-tensor by it.
+Every split parameter carries a `Shard`. Initialization takes the rank's slice of the whole value
+by it, and checkpoints store the rank's elements under their coordinates in the whole tensor.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ class StridedSlice:
 
     @staticmethod
     def contiguous(start: int, numel: int) -> StridedSlice:
-        """One run."""
+        """A single run."""
         return StridedSlice(start, numel, numel, numel)
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether it is one run."""
+        """Whether it is a single run."""
         return self.numel <= self.length
 
 
@@ -53,14 +52,14 @@ class Interval:
 
 @dataclass(frozen=True)
 class Shard:
-    """A rank's part of a whole tensor: along one dimension, some intervals, one after another."""
+    """A rank's part of a whole tensor: intervals of one dimension, concatenated."""
 
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
     dim: int
     """The dimension that is split."""
     intervals: tuple[Interval, ...]
-    """What the rank holds of it, in the order in which it does."""
+    """The intervals that the rank holds, in its order."""
     length: int
     """The rank's indices of that dimension; those beyond the intervals are padding, always 0."""
     counts: bool = True
@@ -127,7 +126,7 @@ def shard_of(parameter: nn.Parameter) -> Shard | None:
 
 
 class StridedReader(ABC):
-    """A source of named whole tensors that gives any part of them."""
+    """A source of named tensors that reads any part of them."""
 
     @abstractmethod
     def read(self, name: str, kind: str, start: int, numel: int) -> torch.Tensor:

@@ -21,7 +21,7 @@ from alibi_lm.parallel.shard import Interval, Shard, mark
 
 
 class _CopyToTensorParallel(torch.autograd.Function):
-    """The same values on every rank; gradients are summed over the ranks."""
+    """Identity in forward; an all-reduce of the gradient in backward (Megatron's f)."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, tp: ParallelDim) -> Tensor:
@@ -30,14 +30,14 @@ class _CopyToTensorParallel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        # A copy: what autograd passes on may be somebody else's gradient too.
+        # A copy: autograd may pass the same tensor to other nodes.
         grad = grad.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(grad, group=ctx.tp.group)
         return grad, None
 
 
 class _ReduceFromTensorParallel(torch.autograd.Function):
-    """The sum of all ranks' values, in place; each rank has the sum's gradient."""
+    """An in-place all-reduce in forward; identity in backward (Megatron's g)."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, tp: ParallelDim) -> Tensor:
@@ -51,7 +51,7 @@ class _ReduceFromTensorParallel(torch.autograd.Function):
 
 
 class _GatherFromTensorParallel(torch.autograd.Function):
-    """All ranks' values joined along the last dimension; each rank has its part's gradient."""
+    """An all-gather along the last dimension; backward takes this rank's slice."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, tp: ParallelDim) -> Tensor:
@@ -66,7 +66,7 @@ class _GatherFromTensorParallel(torch.autograd.Function):
 
 
 class _ReduceReplicatedKVGradients(torch.autograd.Function):
-    """A weight that `copies` neighboring ranks hold alike; its gradients are summed over them."""
+    """Identity for a weight that `copies` neighboring ranks replicate; sums its gradients."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, tp: ParallelDim, copies: int) -> Tensor:
@@ -75,17 +75,17 @@ class _ReduceReplicatedKVGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        # One sum over the whole group, each set of copies in its own place: no further groups.
+        # One all-reduce over the whole group, one slot per set of copies: no further groups.
         tp, copies = ctx.tp, ctx.copies
-        places = grad.new_zeros(tp.size // copies, *grad.shape)
-        places[tp.rank // copies] = grad
-        dist.all_reduce(places, group=tp.group)
-        # A copy: a view would keep all places for as long as the gradient.
-        return places[tp.rank // copies].clone(), None, None
+        slots = grad.new_zeros(tp.size // copies, *grad.shape)
+        slots[tp.rank // copies] = grad
+        dist.all_reduce(slots, group=tp.group)
+        # A copy: a view would keep all slots alive as long as the gradient.
+        return slots[tp.rank // copies].clone(), None, None
 
 
 def copy_to_tensor_parallel(values: Tensor, tp: ParallelDim) -> Tensor:
-    """What every rank holds alike, on its way into a split layer."""
+    """The replicated input of a split layer, whose gradients are summed over the ranks."""
     return values if tp.size == 1 else _CopyToTensorParallel.apply(values, tp)
 
 
@@ -95,15 +95,15 @@ def join(values: Tensor, tp: ParallelDim) -> Tensor:
 
 
 class Linear(nn.Linear):
-    """A linear layer whose parameters are drawn later, by their names."""
+    """A linear layer whose parameters are initialized later, by name."""
 
     def reset_parameters(self) -> None:
-        """Leave the parameters unset."""
+        """Leave the parameters uninitialized."""
 
 
 @dataclass(frozen=True)
 class ColumnGroup:
-    """Outputs of a column-split layer that are split as one."""
+    """Outputs of a column-split layer that are split together, such as the query heads."""
 
     width: int
     """Outputs of the whole layer."""

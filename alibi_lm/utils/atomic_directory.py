@@ -1,4 +1,4 @@
-"""Making a folder whole or not at all."""
+"""Writing a folder completely or not at all."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from alibi_lm.utils.files import sync
 
 @contextmanager
 def atomic_directory(out: Path) -> Iterator[Path]:
-    """A temporary folder beside `out`, renamed to it at the end; nothing stays after an error."""
+    """A temporary folder beside `out`, renamed to it on success and removed on an error."""
     _remove_leftovers(out)
     temporary = out.with_name(f".{out.name}.{socket.gethostname()}-{os.getpid()}.tmp")
-    made = [parent for parent in (out.parent, *out.parent.parents) if not parent.exists()]
+    created = [parent for parent in (out.parent, *out.parent.parents) if not parent.exists()]
     try:
         temporary.mkdir(parents=True)
         yield temporary
@@ -34,7 +34,7 @@ def atomic_directory(out: Path) -> Iterator[Path]:
         sync(out.parent)
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        for parent in made:
+        for parent in created:
             if parent.is_dir() and not any(parent.iterdir()):
                 parent.rmdir()
         if isinstance(error, OSError | SafetensorError):
@@ -43,7 +43,7 @@ def atomic_directory(out: Path) -> Iterator[Path]:
 
 
 def _remove_leftovers(out: Path) -> None:
-    """Take away what killed exports to `out` on this machine left behind."""
+    """Remove what killed processes on this machine left beside `out`."""
     for path in out.parent.glob(f".{glob.escape(out.name)}.{socket.gethostname()}-*.tmp"):
         owner = path.name.removesuffix(".tmp").rpartition("-")[2]
         if not (owner.isdigit() and psutil.pid_exists(int(owner))):

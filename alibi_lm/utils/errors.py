@@ -1,4 +1,4 @@
-"""Errors a user can cause and can mend: one line each, exit code 2, no traceback."""
+"""Errors that a user can cause and fix: one line each, exit code 2, no traceback."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def _short(value: Any) -> str:
 
 
 class UserError(Exception):
-    """Base of the errors that a user can mend. Holds every problem found, not only the first."""
+    """Base of the errors that a user can fix. Holds every problem found, not only the first."""
 
     exit_code = EXIT_USER_ERROR
     raised_on_all_ranks = False
-    """Whether every rank of a job raised this error alike."""
+    """Whether every rank of the job raises this error."""
 
     def __init__(self, *problems: Problem) -> None:
         if not problems:
@@ -48,7 +48,7 @@ class UserError(Exception):
         super().__init__(" | ".join(str(problem) for problem in problems))
 
 
-# What the operating system says of a path that a user named or of a disk that is full.
+# Errors about a path that the user named, or a full disk.
 _PATH_ERRORS = frozenset({
     errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR,
     errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOENT, errno.EINVAL,
@@ -56,7 +56,7 @@ _PATH_ERRORS = frozenset({
 
 
 def path_error(error: OSError) -> UserError | None:
-    """The user error that an error of the file system amounts to, or None for any other."""
+    """The user error for an error of the file system, or None if the user cannot fix it."""
     if error.errno not in _PATH_ERRORS:
         return None
     where = str(error.filename or "the output")

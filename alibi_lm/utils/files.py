@@ -1,4 +1,4 @@
-"""Writing files so that a reader sees the old content or the new one, never a part."""
+"""Atomic file writes: a reader sees the old content or the new one, never a part."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def sync(path: Path) -> None:
 
 
 def sha256(path: Path, advance: Callable[[int], None] | None = None) -> str:
-    """Hex SHA-256 of a file's bytes, read in pieces; `advance` is told the bytes of each."""
+    """Hex SHA-256 of a file, read in pieces; `advance` is called with the size of each."""
     if advance is None:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,4 +1,4 @@
-"""Keeping a second process out of a folder."""
+"""An exclusive lock on a folder."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from alibi_lm.utils.logging import console
 
 @contextmanager
 def exclusive_lock(folder: Path, error: type[UserError]) -> Iterator[None]:
-    """Hold a folder, made if need be, against other processes; a kill lets go of it too.
+    """Lock a folder, created if needed; the lock ends with the process, however that ends.
 
     Raises:
-        UserError: of the given kind, if another process holds the folder.
+        UserError: of the given type, if another process holds the lock.
     """
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY)

@@ -1,7 +1,7 @@
-"""Memory of this process: what Linux counts as resident, what becomes of freed blocks, huge pages.
+"""Memory of this process: resident bytes, reuse of freed blocks, huge pages.
 
-`getrusage` would not do: its peak is kept over exec, so that a process which was started by a
-larger one shows that one's peak.
+The figures come from /proc/self/status, so that they can be compared: psutil gives no peak, and the
+peak of `getrusage` survives exec, so a process started by a larger one shows that one's.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ _MADV_COLLAPSE = 25
 
 HUGE_PAGE = 2 << 20
 GROWTH = 1 << 30
-"""Address space by which the heap grows at once; what of it is not used takes no memory."""
+"""Address space that the heap grows by at once; unused pages take no memory."""
 _TRANSPARENT = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def resident_bytes() -> int:
-    """Bytes in memory now."""
+    """Resident bytes now."""
     return _status("VmRSS")
 
 
 def peak_resident_bytes() -> int:
-    """Most bytes that were in memory at once."""
+    """Peak of the resident bytes."""
     return _status("VmHWM")
 
 
 def private_bytes() -> int:
-    """Bytes in memory now that are not pages of a file."""
+    """Resident bytes now that are not pages of a file."""
     return _status("RssAnon")
 
 
@@ -46,7 +46,7 @@ def _status(name: str) -> int:
 
 
 def keep_freed_memory() -> None:
-    """Let the C library keep what is freed, instead of asking the system for large blocks anew.
+    """Let the C library keep freed blocks instead of returning large ones to the system.
 
     Each new page is zeroed and mapped when it is first touched: a training step that allocates the
     same tensors again and again spends more time on that than on filling them. Where the library
@@ -64,7 +64,7 @@ def keep_freed_memory() -> None:
 
 
 def use_huge_pages() -> None:
-    """Put the heap into huge pages, as far as it has grown since this was last called.
+    """Put what the heap has grown since the last call into huge pages.
 
     Products and copies of large tensors are a tenth faster in them. Nothing is done where the C
     library is not glibc, or where the system has its transparent huge pages set to "never"; what
@@ -84,7 +84,7 @@ def use_huge_pages() -> None:
 
 
 _covered: dict[str, int] = {}
-"""Where the part of the heap ends that is in huge pages."""
+"""End of the part of the heap that is in huge pages."""
 
 
 def _heap_start() -> int:

@@ -14,15 +14,15 @@ _LOG_SECONDS = 30.0
 
 
 class Progress:
-    """Bytes of text done: a bar on a terminal; elsewhere a line of log every half minute."""
+    """Bytes of text done: a bar on a terminal, elsewhere a log line every half minute."""
 
     def __init__(self, title: str, total: int | None, done: int = 0) -> None:
         """Start at `done` bytes.
 
         Args:
             title: what is being done.
-            total: bytes in all; None where that is not known, and then there is no ETA.
-            done: bytes that an earlier process did.
+            total: bytes in all; None if unknown, which leaves out the ETA.
+            done: bytes that an earlier process did; they do not count in the speed.
         """
         self._title = title
         self._total = total
@@ -50,7 +50,7 @@ class Progress:
         self._bar.close()
 
     def advance(self, num_bytes: int) -> None:
-        """Say that `num_bytes` more are done."""
+        """Count `num_bytes` more as done."""
         self._done += num_bytes
         self._bar.update(num_bytes)
         now = time.monotonic()

@@ -132,7 +132,7 @@ def check_resumable(
     old = load_config(folder / CONFIG)
     problems = [*config_problems(old, config), *data_problems(meta, data)]
     if meta.get("weights_only"):
-        rule, fix = "holds no optimizer state to go on from", "give it to train.init_from instead"
+        rule, fix = "holds no optimizer state to resume from", "give it to train.init_from instead"
         problems.append(Problem(str(folder), None, rule, fix))
     if int(meta["step"]) > config.train.num_steps:
         rule = f"the run has already done {meta['step']} steps"

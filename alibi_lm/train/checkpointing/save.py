@@ -1,4 +1,4 @@
-"""Writing checkpoints so that a folder with a step's name is always a complete one."""
+"""Writing checkpoints so that a folder named after a step is always complete."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _try_to_write(path: Path, action: Callable[[], T]) -> T:
 
 
 def _check_finite(engine: Engine, step: int) -> None:
-    """Refuse to save weights that the last update broke; no loss has shown it yet."""
+    """Refuse to save weights that the last update made non-finite; no loss has shown it yet."""
     for part in optimizer_state.fragments(engine.deepspeed, engine.mesh):
         if part.owned and not bool(torch.isfinite(part.master()).all()):
             rule = f"weights are not finite after it, among them {part.name}"
@@ -132,7 +132,7 @@ def _shard_bytes(engine: Engine) -> int:
 
 def _start(partial: Path, config: Config, tokenizer: Tokenizer | None) -> None:
     if partial.exists():
-        shutil.rmtree(partial)  # what a killed save left
+        shutil.rmtree(partial)  # left by a killed save
     partial.mkdir(parents=True)
     write_text(partial / CONFIG, to_yaml(config))
     if tokenizer is not None:
@@ -200,7 +200,7 @@ def _finish(partial: Path, final: Path, meta: dict[str, Any]) -> None:
         if folder.is_dir():
             sync(folder)
     if final.exists():
-        # Only a checkpoint found damaged is ever reached again; it is kept for inspection.
+        # Only the step of a damaged checkpoint is saved again; keep the old folder for inspection.
         os.rename(final, _free_name(final))
     os.rename(partial, final)
     sync(final.parent)
@@ -223,8 +223,8 @@ def remove_old(
 ) -> list[Path]:
     """Delete the checkpoints that retention no longer keeps; step `newest` is never deleted.
 
-    Later steps are of a future that was found damaged: they neither count nor go, and neither do
-    those named in `damaged`, which training has passed without writing them anew.
+    Later steps are damaged ones that the run resumed before: they are neither counted nor deleted,
+    and neither are those in `damaged`, which training has passed without saving them again.
     """
     removed = []
     folders = [path for path in step_folders(run) if path.name not in damaged]
@@ -241,6 +241,6 @@ def remove_old(
 
 
 def clear_leftovers(run: Path) -> None:
-    """Delete what killed saves and deletions left."""
+    """Delete what killed saves and deletions left behind."""
     for path in (run / CHECKPOINTS).glob(f"{_PARTIAL}*"):
         shutil.rmtree(path)

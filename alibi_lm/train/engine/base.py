@@ -69,7 +69,7 @@ class Engine(ABC):
         self.mesh = mesh
         self.stage = zero_stage(ds_config)
         self.deepspeed: DeepSpeedEngine
-        # DeepSpeed prints its layers and memory unasked; an exception is not swallowed by this.
+        # Silences the layers and memory that DeepSpeed prints; exceptions still pass.
         with contextlib.redirect_stdout(io.StringIO()):
             model, unit = self._make_model(ds_config, config.train.seed if initial else None)
             set_pruning_tolerance(model, config.train.pruning_tolerance)
@@ -132,8 +132,8 @@ class Engine(ABC):
     def _clip_gradients(self) -> float:
         """Without ZeRO: clip the gradients, and return their global norm before that.
 
-        DeepSpeed's own clipping there takes later stages for copies of the first and counts a
-        tied matrix twice, and does not say what the norm was.
+        DeepSpeed's own clipping treats later stages as copies of the first, counts a tied matrix
+        twice, and does not return the norm.
         """
         tp, pp, dp = self.mesh.tp, self.mesh.pp, self.mesh.dp
         gradients = [p.grad for p in self.deepspeed.module.parameters() if p.grad is not None]
@@ -153,7 +153,7 @@ class Engine(ABC):
         return norm
 
     def loss_scaler_state(self) -> dict[str, float] | None:
-        """What fp16's dynamic loss scaling remembers; None where there is none."""
+        """The state of fp16's dynamic loss scaling, or None without it."""
         scaler = getattr(self.deepspeed.optimizer, "loss_scaler", None)
         if scaler is None or not getattr(scaler, "dynamic", False):
             return None

@@ -26,7 +26,7 @@ def check_compiler(config: Config) -> None:
     if get_device().type == "cuda":
         lacking = find_spec("triton") is None and "Triton, which is not installed"
     else:
-        # Imported here: it takes seconds, which only a run that compiles need spend.
+        # Imported here: it takes seconds, and only a run that compiles needs it.
         from torch._inductor.config import cpp
 
         # Where CXX is not set, extensions are built with c++, but torch.compile calls g++.
@@ -38,11 +38,11 @@ def check_compiler(config: Config) -> None:
 
 
 def compile_blocks(model: torch.nn.Module) -> None:
-    """Let torch.compile have what each of a model's blocks computes.
+    """Compile every block of a model with torch.compile.
 
-    Attention, whose kernels are compiled already, is called as it is, and so are linear layers
-    that are split over ranks: their collectives must come in the same order everywhere. The blocks
-    stay the modules that they are, with their names, and their hooks run outside of the graphs.
+    Attention stays outside of the graphs, because its kernels are compiled already. So do linear
+    layers that are split over ranks, because their collectives must run in the same order on all.
+    The blocks keep their names, and their hooks run outside of the graphs.
     """
     _keep_out_of_graphs()
     for module in model.modules():
@@ -52,7 +52,7 @@ def compile_blocks(model: torch.nn.Module) -> None:
 
 @cache
 def _keep_out_of_graphs() -> None:
-    """Once, and for the classes: one graph serves all blocks only if they call the same things."""
+    """Patch the classes, once: one graph serves all blocks only if they call the same functions."""
     for owner, name in (
         (Attention, "mix"), (ColumnLinear, "forward_split"), (RowLinear, "forward_split")
     ):  # fmt: skip

@@ -46,7 +46,7 @@ class PipelineDecoder(PipelineModule):
     """This rank's stage of a decoder: what `model.decoder.Decoder` is without a pipeline.
 
     Attributes:
-        activation_checkpointing: compute the blocks again in the backward pass.
+        activation_checkpointing: recompute the blocks in the backward pass.
         targets: int64 [B, T] of the micro-batch that comes next; the last stage only.
         evaluated: sum of the losses and number of the targets since it was last set to zeros,
             counted by the last stage in evaluation mode.
@@ -99,9 +99,9 @@ class PipelineDecoder(PipelineModule):
         The loss is a part of the module: DeepSpeed's bf16 optimizer clears the gradients of all
         parameters when the gradient of the module's output is known.
         """
-        again = self.activation_checkpointing and torch.is_grad_enabled()
+        recompute = self.activation_checkpointing and torch.is_grad_enabled()
         for layer in self.forward_funcs:
-            if again and isinstance(layer, Block):
+            if recompute and isinstance(layer, Block):
                 hidden = cast(Tensor, checkpoint(layer, hidden, use_reentrant=False))
             elif isinstance(layer, Head):
                 hidden = layer.norm(hidden)

@@ -1,4 +1,4 @@
-"""The engine of a model that is whole, or split by tensor parallelism and ZeRO 0 to 3 alone."""
+"""The engine without pipeline stages: tensor parallelism and ZeRO 0 to 3."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class PlainEngine(Engine):
         config, mesh = self.config, self.mesh
         unit = ModelParallelUnit(mesh) if mesh.tp.size > 1 else None
         if zero_stage(ds_config) == 3:
-            # Each layer is split as soon as it is made: no rank ever holds the whole model.
+            # Each layer is partitioned as it is built: no rank ever holds the whole model.
             with deepspeed.zero.Init(
                 data_parallel_group=mesh.dp.group, config_dict_or_path=ds_config, mpu=unit
             ):
@@ -76,7 +76,7 @@ class PlainEngine(Engine):
         total, count = 0.0, 0.0
         for batch in batches:
             if batch is None:
-                # The same calls as the other ranks: ZeRO-3 gathers weights as modules ask for them.
+                # The same calls as on the other ranks: ZeRO-3 gathers weights in every forward.
                 nothing = torch.zeros(1, 1, dtype=torch.int64, device=get_device())
                 engine(nothing, nothing)
                 continue

@@ -34,7 +34,7 @@ def test_a_run_of_two_ranks_goes_on_from_a_converted_checkpoint(tmp_path: Path) 
     alibi_lm("eval", "perplexity", weights, "--suite", suite)
     alibi_lm("export", weights, tmp_path / "exported", "--no-tokenizer")
     refused = launch(config, f"run.dir={tmp_path / 'third'}", "train.num_steps=12", ranks=0, code=2)
-    assert "holds no optimizer state to go on from" in error_lines(refused)[0]
+    assert "holds no optimizer state to resume from" in error_lines(refused)[0]
     started = launch(
         config, f"run.dir={tmp_path / 'fourth'}", f"train.init_from={weights}", ranks=0
     )
