@@ -56,6 +56,9 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Logits [B, T, V] of tokens [B, T], or, given targets [B, T], their losses fp32 [B, T].
 
+        A target of -100 has loss 0 and stays in the result, so `.mean()` divides by it too: take
+        `losses.sum() / (targets != -100).sum()` instead.
+
         With a cache, the tokens follow those that it holds, and are added to it.
         """
         if targets is None:

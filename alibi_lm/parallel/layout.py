@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from alibi_lm.utils.text import counted
+
 
 @dataclass(frozen=True)
 class RankCoordinate:
@@ -71,8 +73,8 @@ class Layout:
             if size > 1 or name == "data-parallel"
         ]
         if len(degrees) == 1:
-            return f"{self.num_ranks} ranks"
-        return f"{self.num_ranks} ranks ({' x '.join(degrees)})"
+            return counted(self.num_ranks, "rank")
+        return f"{counted(self.num_ranks, 'rank')} ({' x '.join(degrees)})"
 
 
 def stage_layers(num_layers: int, pp: int) -> list[range]:

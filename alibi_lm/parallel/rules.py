@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from alibi_lm.config import Config
 from alibi_lm.utils.errors import Problem
 from alibi_lm.utils.settings import applicable
+from alibi_lm.utils.text import counted
 
 
 def layout_problems(config: Config, num_ranks: int) -> Iterator[Problem]:
@@ -39,6 +40,6 @@ def _layers(config: Config) -> Iterator[Problem]:
 def _ranks(config: Config, num_ranks: int) -> Iterator[Problem]:
     tp, pp = config.parallel.tp, config.parallel.pp
     if num_ranks % (tp * pp):
-        rule = f"does not divide the {num_ranks} ranks"
+        rule = f"does not divide {counted(num_ranks, 'rank')}"
         fix = f"start a multiple of {tp * pp} ranks, or lower one of them"
         yield Problem("parallel", f"tp {tp} x pp {pp}", rule, fix)

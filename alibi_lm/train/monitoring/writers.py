@@ -154,7 +154,7 @@ def check_writers(config: Config) -> None:
     """
     if config.train.wandb is not None and find_spec("wandb") is None:
         rule = "needs the package wandb, which is not installed"
-        fix = "pip install 'alibi_lm[wandb]', or leave train.wandb out"
+        fix = "pip install wandb, or leave train.wandb out"
         project = config.train.wandb.project
         raise ConfigError(Problem("train.wandb.project", project, rule, fix))
 

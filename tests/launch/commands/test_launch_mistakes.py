@@ -48,7 +48,7 @@ def test_every_problem_in_one_line_on_rank_0(tmp_path: Path) -> None:
         (["train.sequence_length=100000"], "fewer than one window"),
         (["model.position=learned", "model.max_positions=32"], "train.sequence_length = 64"),
         (["train.precision=bf16", "deepspeed.zero_optimization.stage=0"], "use stage 1 or higher"),
-        (["parallel.tp=2"], "parallel = tp 2 x pp 1: does not divide the 1 ranks"),
+        (["parallel.tp=2"], "parallel = tp 2 x pp 1: does not divide 1 rank"),
         (["run.dir=''"], "run.dir"),
         (["run.dir=/proc/xx/run"], "/proc/xx"),
         (
