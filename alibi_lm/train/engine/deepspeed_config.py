@@ -334,13 +334,13 @@ def batch_problems(config: Config, num_ranks: int) -> Iterator[Problem]:
     if data_ranks is not None:
         factors += f" x {data_ranks} data-parallel ranks"
     product = micro * (accumulation or 1) * (data_ranks or 1)
-    if train.global_batch_size % product:
-        rule = f"is no multiple of {factors}"
-        fix = f"use for example {_round_up(train.global_batch_size, product)}"
-        yield Problem("train.global_batch_size", train.global_batch_size, rule, fix)
-    elif accumulation and data_ranks and train.global_batch_size != product:
+    if accumulation and data_ranks and train.global_batch_size != product:
         rule = f"is not {factors} = {product}"
         fix = "change one of them, or leave the accumulation out"
+        yield Problem("train.global_batch_size", train.global_batch_size, rule, fix)
+    elif train.global_batch_size % product:
+        rule = f"is no multiple of {factors}"
+        fix = f"use for example {_round_up(train.global_batch_size, product)}"
         yield Problem("train.global_batch_size", train.global_batch_size, rule, fix)
 
 

@@ -164,6 +164,12 @@ def test_the_batch_triple(
         assert micro * ranks * accumulation_steps(made, ranks) == total
 
 
+def test_a_given_accumulation_must_fit_exactly() -> None:
+    train = {"micro_batch_size": 2, "gradient_accumulation_steps": 3, "global_batch_size": 8}
+    (problem,) = batch_problems(config(**train), 1)
+    assert "3 x 1 data-parallel ranks = 6; change one of them" in str(problem)
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_deepspeed_reads_what_we_give_it(precision: str, stage: int) -> None:
