@@ -263,7 +263,7 @@ def export_rows(eval_model: EvalModel) -> list[tuple[str, str]]:
     proof, settings = found["parity"], found["settings"]
     rows = [
         ("Folder", found["folder"]),
-        ("Format", f"{settings['format']}, {settings['dtype']}"),
+        ("Format", f"{settings['format']}, {settings['precision']}"),
         ("Compared on", proof["tokens"]),
     ]
     rows += [

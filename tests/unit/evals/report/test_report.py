@@ -36,7 +36,7 @@ from tests.unit.evals.evals_fakes import (
 
 EXPORT = {
     "checkpoint": {"step": 600, "weights": "d1"},
-    "settings": {"format": "mpt", "dtype": "fp32", "tokenizer": True},
+    "settings": {"format": "mpt", "precision": "fp32", "tokenizer": True},
     "parity": {
         "tokens": "validation text of prepared/v",
         "tolerance": 1e-4,
