@@ -97,7 +97,7 @@ def become(model: MeanLoss, name: str, size: ModelSize) -> None:
     slopes = head_slopes(size.config(name))
     for module in model.modules():
         if isinstance(module, Attention):
-            module.slopes = slopes
+            module.set_slopes(slopes)
     _set_tolerance(model, name)
 
 

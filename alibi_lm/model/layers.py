@@ -6,7 +6,9 @@ The parameters are left unset here; `initial.initialize` draws them.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
+from typing import get_args
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +16,7 @@ from torch.nn import functional as F
 
 from alibi_lm.model.attention.dispatch import attention
 from alibi_lm.model.attention.qkv_split import split
-from alibi_lm.model.config import ModelConfig
+from alibi_lm.model.config import Architecture, ModelConfig, Position
 from alibi_lm.model.inference.kv_cache import LayerKVCache
 from alibi_lm.model.inference.pruned_kv_cache import PrunedKVLayer
 from alibi_lm.model.position_scaling import head_slopes, rotation
@@ -25,7 +27,7 @@ from alibi_lm.model.positions import (
     rotate,
     sinusoidal,
 )
-from alibi_lm.model.slopes import learned_slopes, slice_slopes
+from alibi_lm.model.slopes import Slopes, learned_slopes, slice_slopes
 from alibi_lm.parallel.mesh import NO_PARALLEL, ParallelDim
 from alibi_lm.parallel.tensor_parallel import (
     ColumnGroup,
@@ -51,9 +53,23 @@ def layers(config: ModelConfig, tp: ParallelDim = NO_PARALLEL) -> list[partial[n
     return [partial(kind, config, tp) for kind in kinds]
 
 
+def _is_bloom(config: ModelConfig) -> bool:
+    """Whether the architecture is bloom and not mpt.
+
+    Raises:
+        ConfigError: it is neither, or the position scheme is unknown.
+    """
+    choices = (("architecture", Architecture), ("position", Position))
+    for key, choice in choices:
+        value, known = getattr(config, key), get_args(choice)
+        if value not in known:
+            rule = f"is not one of {', '.join(known)}"
+            raise ConfigError(Problem(f"model.{key}", value, rule, "choose one of them"))
+    return config.architecture == "bloom"
+
+
 def _layer_norm(config: ModelConfig) -> nn.LayerNorm:
-    bias = config.architecture == "bloom"
-    return nn.LayerNorm(config.hidden_size, eps=LAYER_NORM_EPSILON, bias=bias)
+    return nn.LayerNorm(config.hidden_size, eps=LAYER_NORM_EPSILON, bias=_is_bloom(config))
 
 
 def vocab_size(config: ModelConfig) -> int:
@@ -76,7 +92,7 @@ class Embedding(nn.Module):
         self.config = config
         self.tp = tp
         self.weight = vocabulary_weight(vocab_size(config), config.hidden_size, tp)
-        if config.architecture == "bloom":
+        if _is_bloom(config):
             self.norm = _layer_norm(config)
         if config.position == "learned":
             assert config.max_positions is not None
@@ -109,25 +125,31 @@ class Attention(nn.Module):
     """Causal self-attention with the config's positions, window and key/value heads.
 
     Attributes:
-        epsilon: probability that a head and row may leave out in training; 0 leaves out nothing.
+        epsilon: the probability that each head and row may drop in training; 0 drops nothing.
+        exact_slopes: the rank's heads' slopes in double precision, which CPU kernels compute with;
+            initial values of learned ones; None without linear biases.
+        slopes: the same as an fp32 buffer [H] for kernels on a device. It moves with the module,
+            stays fp32 whatever the module is cast to, and is not in the state dict.
     """
+
+    slopes: Tensor | None
 
     def __init__(self, config: ModelConfig, tp: ParallelDim = NO_PARALLEL) -> None:
         super().__init__()
         self.config = config
         self.epsilon = 0.0
-        bias, width = config.architecture == "bloom", config.hidden_size
+        bias, width = _is_bloom(config), config.hidden_size
         # Neighboring ranks hold a key/value head alike where there are fewer of them than ranks.
         copies = max(1, tp.size // config.kv_heads)
         keys = ColumnGroup(config.kv_heads * config.head_dim, copies)
         parts = [ColumnGroup(width), keys, keys]
         self.widths = [part.interval(0, tp).length for part in parts]
-        slopes = head_slopes(config)
-        self.slopes = None if slopes is None else slice_slopes(slopes, tp.rank, tp.size)
         if config.position == "rotary":
             self.rotation = rotation(config.head_dim, config.scaling)
         self.qkv = ColumnLinear(width, parts, bias=bias, tp=tp)
         self.output = RowLinear(width, width, bias=bias, tp=tp)
+        slopes = head_slopes(config)
+        self.set_slopes(None if slopes is None else slice_slopes(slopes, tp.rank, tp.size))
         if config.position == "t5":
             self.relative_bias = split_columns((NUM_BUCKETS, config.num_heads), tp)
         if config.position == "alibi_learned":
@@ -141,17 +163,16 @@ class Attention(nn.Module):
             how = (start, self.rotation.frequencies, self.rotation.magnitude)
             q, k = rotate(q, *how), rotate(k, *how)
         if isinstance(cache, PrunedKVLayer):
-            assert isinstance(self.slopes, tuple)
-            return self.output(cache.attend(q, k, v, self.slopes).transpose(1, 2).flatten(2))
+            assert self.exact_slopes is not None
+            return self.output(cache.attend(q, k, v, self.exact_slopes).transpose(1, 2).flatten(2))
         if cache is not None:
             k, v = cache.append(k, v)
         bias = None
         if self.config.position == "t5":
             bias = self.relative_bias[relative_buckets(hidden.device)].T
-        slopes: tuple[float, ...] | Tensor | None = self.slopes
+        slopes: Slopes | None = self.exact_slopes if hidden.device.type == "cpu" else self.slopes
         if self.config.position == "alibi_learned":
-            assert self.slopes is not None
-            slopes = learned_slopes(self.slopes, self.log_slope_ratio)
+            slopes = self._learned_slopes()
         epsilon = self.epsilon if self.training and cache is None else 0.0
         mixed = self.mix(q, k, v, slopes, bias, epsilon)
         return self.output(mixed.transpose(1, 2).flatten(2))
@@ -161,7 +182,7 @@ class Attention(nn.Module):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        slopes: tuple[float, ...] | Tensor | None,
+        slopes: Slopes | None,
         bias: Tensor | None,
         epsilon: float,
     ) -> Tensor:
@@ -169,13 +190,35 @@ class Attention(nn.Module):
         window = self.config.window
         return attention(q, k, v, slopes=slopes, window=window, bias=bias, epsilon=epsilon)
 
+    def set_slopes(self, slopes: tuple[float, ...] | None) -> None:
+        """Replace the fixed slopes, or the initial values of learned ones."""
+        self.exact_slopes = slopes
+        device = self.qkv.weight.device
+        values = (
+            None if slopes is None else torch.tensor(slopes, dtype=torch.float32, device=device)
+        )
+        self.register_buffer("slopes", values, persistent=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Attention:
+        """Move or cast the module. Slopes keep fp32 and their values, also in `to_empty`."""
+        super()._apply(fn, recurse)
+        if self.slopes is not None:
+            values, device = self.exact_slopes, self.slopes.device
+            self.slopes = torch.tensor(values, dtype=torch.float32, device=device)
+        return self
+
+    def _learned_slopes(self) -> Tensor:
+        assert self.slopes is not None
+        assert self.exact_slopes is not None
+        double = self.log_slope_ratio.dtype == torch.float64
+        return learned_slopes(self.exact_slopes if double else self.slopes, self.log_slope_ratio)
+
     def current_slopes(self) -> tuple[float, ...] | None:
         """The rank's heads' slopes as they are now: learned ones change; None without any."""
         if self.config.position != "alibi_learned":
-            return self.slopes
-        assert self.slopes is not None
+            return self.exact_slopes
         with torch.no_grad():
-            return tuple(learned_slopes(self.slopes, self.log_slope_ratio).tolist())
+            return tuple(self._learned_slopes().tolist())
 
     def project(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q [B, H, T, D], k and v [B, KV, T, D] of hidden [B, T, hidden_size], no position yet.
@@ -190,7 +233,7 @@ class Attention(nn.Module):
 
 
 def set_pruning_tolerance(model: nn.Module, epsilon: float) -> None:
-    """Let the attention of all of a model's blocks leave out so much in training."""
+    """Set the pruning tolerance of every attention layer, for training."""
     for module in model.modules():
         if isinstance(module, Attention):
             module.epsilon = epsilon
@@ -201,8 +244,8 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig, tp: ParallelDim = NO_PARALLEL) -> None:
         super().__init__()
-        bias, width = config.architecture == "bloom", config.hidden_size
-        self.approximate = "tanh" if config.architecture == "bloom" else "none"
+        bias, width = _is_bloom(config), config.hidden_size
+        self.approximate = "tanh" if bias else "none"
         self.up = ColumnLinear(width, [ColumnGroup(4 * width)], bias=bias, tp=tp)
         self.down = RowLinear(4 * width, width, bias=bias, tp=tp)
 

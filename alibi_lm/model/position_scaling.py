@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from alibi_lm.model.config import ModelConfig, ScalingConfig
 from alibi_lm.model.positions import BASE
 from alibi_lm.model.slopes import alibi_slopes
+from alibi_lm.utils.errors import ConfigError, Problem
 
 YARN_FAST, YARN_SLOW = 32, 1
 """YaRN: pairs of dimensions that turn more often than the first over the original length are left
@@ -33,12 +34,19 @@ def head_slopes(config: ModelConfig) -> tuple[float, ...] | None:
         return slopes
     if scaling.kind == "linear":
         return tuple(slope / scaling.factor for slope in slopes)
+    if scaling.kind != "ntk":
+        raise _not_defined(scaling, config.position)
     logs = [math.log(slope) for slope in slopes]
     steepest, flattest = max(logs), min(logs)
     return tuple(
         slope * scaling.factor ** (-(steepest - log) / (steepest - flattest))
         for slope, log in zip(slopes, logs, strict=True)
     )
+
+
+def _not_defined(scaling: ScalingConfig, position: str) -> ConfigError:
+    rule, fix = f"is not defined for position: {position}", "choose another kind"
+    return ConfigError(Problem("model.scaling.kind", scaling.kind, rule, fix))
 
 
 @dataclass(frozen=True)
@@ -72,6 +80,8 @@ def rotation(head_dim: int, scaling: ScalingConfig | None = None) -> Rotation:
     if scaling.kind == "longrope":
         divided = (theta / by for theta, by in zip(plain, scaling.factors or [], strict=True))
         return Rotation(tuple(divided), math.sqrt(1 + math.log(factor) / math.log(length)))
+    if scaling.kind != "yarn":
+        raise _not_defined(scaling, "rotary")
     low = max(math.floor(_pair_of(YARN_FAST, head_dim, length)), 0)
     high = min(math.ceil(_pair_of(YARN_SLOW, head_dim, length)), head_dim - 1)
     span = high - low or 0.001

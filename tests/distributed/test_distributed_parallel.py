@@ -221,8 +221,8 @@ def rank_slopes(num_heads: int, size: int) -> list[tuple[float, ...]]:
     for rank in range(size):
         block = Decoder(config, None, ParallelDim(rank, size)).blocks[0]
         assert isinstance(block, Block)
-        assert block.attention.slopes is not None
-        slopes.append(block.attention.slopes)
+        assert block.attention.exact_slopes is not None
+        slopes.append(block.attention.exact_slopes)
     return slopes
 
 

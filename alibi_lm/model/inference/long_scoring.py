@@ -148,9 +148,9 @@ class _Layer:
     """One block on its way over the input: the `KVSource` of its keys and values so far."""
 
     def __init__(self, block: Block, inputs: Tensor, epsilon: float) -> None:
-        assert block.attention.slopes is not None
+        assert block.attention.exact_slopes is not None
         self.block, self.inputs, self.epsilon = block, inputs, epsilon
-        self.slopes = block.attention.slopes
+        self.slopes = block.attention.exact_slopes
         self.start = 0
         self.recomputed = 0
         self.observe: Callable[[int, Tensor, Tensor], None] | None = None

@@ -286,7 +286,7 @@ class TestLearnedSlopes:
             shard = block.attention.log_slope_ratio.shard  # type: ignore[attr-defined]
             assert shard.shape == (6,)
             assert (shard.intervals[0].start, shard.intervals[0].length) == (2 * rank, 2)
-            assert block.attention.slopes == alibi_slopes(6)[2 * rank : 2 * rank + 2]
+            assert block.attention.exact_slopes == alibi_slopes(6)[2 * rank : 2 * rank + 2]
 
     def test_they_learn(self) -> None:
         decoder = Decoder(model(position="alibi_learned"))

@@ -70,3 +70,13 @@ class TestRefusals:
         q = torch.randn(1, 4, 8, 16)
         with pytest.raises(ValueError, match="dtypes differ"):
             attention(q, q.bfloat16(), q.bfloat16(), slopes=alibi_slopes(4))
+
+    def test_an_unknown_kernel(self) -> None:
+        q = torch.randn(1, 4, 8, 16)
+        with pytest.raises(ValueError, match="no attention kernel flash"):
+            attention(q, q, q, slopes=alibi_slopes(4), kernel="flash")
+
+    def test_a_dtype_without_a_kernel(self) -> None:
+        q = torch.ones(1, 4, 8, 16, dtype=torch.int32)
+        with pytest.raises(ValueError, match="no attention kernel supports .* dtype torch.int32"):
+            attention(q, q, q, slopes=alibi_slopes(4))
