@@ -76,7 +76,7 @@ class LmEvalModel(TemplateLM):
             raise DataError(Problem(run, None, "has no tokenizer to read tasks with", fix))
         self._text = found
         self._scorer = eval_model.scorer(precision, pruning_tolerance)
-        longest = eval_model.longest_input
+        longest = eval_model.max_input_length
         self.max_length = int(max_length or min(eval_model.training_length, longest or 1 << 62))
         self.max_gen_toks = max_gen_toks
         self._batch_size = 16 if str(batch_size).startswith("auto") else int(batch_size)
@@ -116,11 +116,11 @@ class LmEvalModel(TemplateLM):
         for batch in self._batches(alike, lambda one: (len(one[0]), one[1], len(one[2]))):
             prompts = torch.tensor([context for context, _, _ in batch])
             choices = torch.tensor([[requests[i][2] for i in members] for _, _, members in batch])
-            answers = self._scorer.answers(prompts, choices, choices.shape[2])
+            answers = self._scorer.loglikelihood_and_generate(prompts, choices, choices.shape[2])
             greedy = (answers.generated[:, None] == choices).all(2)
             for row, (_, _, members) in enumerate(batch):
                 for column, index in enumerate(members):
-                    score = float(answers.log_likelihoods[row, column])
+                    score = float(answers.loglikelihoods[row, column])
                     results[index] = (score, bool(greedy[row, column]))
                     bar.update()
         bar.close()

@@ -51,7 +51,7 @@ def chosen_lengths(eval_model: EvalModel, config: LengthSettings) -> list[int]:
         ConfigError: a length is beyond the position table of a model with learned positions.
     """
     lengths = sorted(config.lengths or default_lengths(eval_model.training_length))
-    largest = eval_model.longest_input
+    largest = eval_model.max_input_length
     if largest is None:
         return lengths
     if config.lengths is None:
@@ -74,7 +74,7 @@ def open_corpora(eval_model: EvalModel, config: Settings) -> list[TokenFile]:
     """
     if isinstance(config, GeneralizationConfig):
         return []
-    prefixes = [config.corpus] if config.corpus else eval_model.validation
+    prefixes = [config.corpus] if config.corpus else eval_model.corpora
     if not prefixes:
         rule = f"{eval_model.argument} names no validation corpus"
         fix = "set text=FILE, GLOB or FOLDER, or corpus=PREFIX, token files without .bin"

@@ -101,7 +101,7 @@ def score_trials(
         size = answers.shape[1]
         losses = checked_scores(scorer.token_losses(torch.cat([prompts, answers], 1)))[:, -size:]
         nothing = torch.empty(len(batch), 1, 0, dtype=torch.int64)
-        generated = scorer.answers(prompts, nothing, size + num_end).generated
+        generated = scorer.loglikelihood_and_generate(prompts, nothing, size + num_end).generated
         for trial, new in zip(batch, generated.tolist(), strict=True):
             text, end, _ = tokenizer.decode(new).partition(END)
             tally.exact += bool(end) and text.strip() == trial.asked.answer.strip()
@@ -131,7 +131,7 @@ def usable_lengths(
         ConfigError: a length that was asked for, or every default one, does not fit.
     """
     asked = sorted(config.lengths or DEFAULT_LENGTHS)
-    limit = eval_model.longest_input
+    limit = eval_model.max_input_length
     if limit is None:
         return asked
     fitting, problems = [], []
@@ -174,7 +174,7 @@ def run_generalization(
         DataError: the subject has no tokenizer, or one that cannot write the problems.
         ConfigError: a length beyond the positions of the model.
     """
-    tokenizer = eval_model.needed_tokenizer("problems")
+    tokenizer = eval_model.require_tokenizer("problems")
     lengths = usable_lengths(eval_model, tokenizer, config)
     scorer = scorer or eval_model.scorer(config.precision, scaling=config.scaling)
     started = time.perf_counter()

@@ -57,7 +57,7 @@ class EvalOptions:
         ranks: EvalRanks,
         device: str | None = None,
     ) -> Self:
-        """A suite's choices and a command's."""
+        """A suite's options and a command's."""
         text = [suite.text] if isinstance(suite.text, str) else suite.text or ()
         return cls(engine, out, suite.corpus, tuple(text), suite.training_length, ranks, device)
 
@@ -68,13 +68,13 @@ DEFAULTS = EvalOptions()
 class EvalModel(ABC):
     """A model that evals judge. Make one of a run with `NativeModel(open_run(path))`."""
 
-    def __init__(self, choices: EvalOptions = DEFAULTS) -> None:
-        self.choices = choices
+    def __init__(self, options: EvalOptions = DEFAULTS) -> None:
+        self.options = options
 
     @property
     def ranks(self) -> EvalRanks:
         """The processes that judge together."""
-        return self.choices.ranks
+        return self.options.ranks
 
     @property
     @abstractmethod
@@ -108,7 +108,7 @@ class EvalModel(ABC):
         Raises:
             ConfigError: neither the model nor the user says.
         """
-        length = self.choices.training_length or self.stated_length
+        length = self.options.training_length or self.declared_training_length
         if length is None:
             rule = f"{self.argument} does not say how long its training samples were"
             fix = "give training_length=TOKENS"
@@ -117,12 +117,12 @@ class EvalModel(ABC):
 
     @property
     @abstractmethod
-    def stated_length(self) -> int | None:
+    def declared_training_length(self) -> int | None:
         """Tokens of a training sample as far as the model says."""
 
     @property
     @abstractmethod
-    def longest_input(self) -> int | None:
+    def max_input_length(self) -> int | None:
         """Tokens that the model can take at most; None where any length goes."""
 
     @property
@@ -132,49 +132,49 @@ class EvalModel(ABC):
 
     @property
     @abstractmethod
-    def model(self) -> ModelConfig | None:
+    def model_config(self) -> ModelConfig | None:
         """The model in this project's own terms, or None where it is computed by other code."""
 
     @property
-    def validation(self) -> Sequence[str]:
+    def corpora(self) -> Sequence[str]:
         """Prefixes of the token files that are read by default; text is tokenized into one.
 
         Raises:
             DataError: the text cannot be read, or there is no tokenizer for it.
         """
-        if self.choices.corpus is not None:
-            return [self.choices.corpus]
-        if self.choices.text:
-            return [str(tokenized(self.choices.text, self.tokenizer(), self.argument,
+        if self.options.corpus is not None:
+            return [self.options.corpus]
+        if self.options.text:
+            return [str(tokenized(self.options.text, self.tokenizer(), self.argument,
                                   self.evals_folder / "text"))]  # fmt: skip
-        return self.own_validation
+        return self.default_corpora
 
     @property
     @abstractmethod
-    def own_validation(self) -> Sequence[str]:
+    def default_corpora(self) -> Sequence[str]:
         """Prefixes of the token files that the model comes with."""
 
     @property
     def evals_folder(self) -> Path:
         """Where results are written."""
-        return self.choices.out or self.own_evals_folder
+        return self.options.out or self.default_evals_folder
 
     @property
     @abstractmethod
-    def own_evals_folder(self) -> Path:
+    def default_evals_folder(self) -> Path:
         """Where results are written by default."""
 
     @property
     def settings(self) -> dict[str, Any]:
         """What the user chose of it, and a result depends on, beside the weights."""
-        length = self.choices.training_length
+        length = self.options.training_length
         return {} if length is None else {"training_length": length}
 
     @abstractmethod
     def tokenizer(self) -> Tokenizer | None:
         """Its tokenizer, or None where it has none."""
 
-    def needed_tokenizer(self, what: str) -> Tokenizer:
+    def require_tokenizer(self, what: str) -> Tokenizer:
         """Its tokenizer, to write `what` with.
 
         Raises:
@@ -203,11 +203,11 @@ class EvalModel(ABC):
         Raises:
             ConfigError: it cannot be computed so, or not by these ranks.
         """
-        scorer = run_on_all_ranks(lambda: self._own_scorer(precision, pruning_tolerance, scaling))
+        scorer = run_on_all_ranks(lambda: self._make_scorer(precision, pruning_tolerance, scaling))
         return scorer if self.ranks.size == 1 else ShardedScorer(scorer, self.ranks)
 
     @abstractmethod
-    def _own_scorer(
+    def _make_scorer(
         self, precision: str, pruning_tolerance: float | None, scaling: dict[str, Any] | None
     ) -> Scorer:
         """This rank's scorer."""
@@ -224,8 +224,8 @@ class EvalModel(ABC):
 class NativeModel(EvalModel):
     """A checkpoint of a run."""
 
-    def __init__(self, checkpoint: Step, choices: EvalOptions = DEFAULTS) -> None:
-        super().__init__(choices)
+    def __init__(self, checkpoint: Step, options: EvalOptions = DEFAULTS) -> None:
+        super().__init__(options)
         self.checkpoint = checkpoint
 
     @property
@@ -255,12 +255,12 @@ class NativeModel(EvalModel):
         return self.checkpoint.digest
 
     @property
-    def stated_length(self) -> int | None:
+    def declared_training_length(self) -> int | None:
         """The run's."""
         return self.checkpoint.config.train.sequence_length
 
     @property
-    def longest_input(self) -> int | None:
+    def max_input_length(self) -> int | None:
         """Rows of a table of learned positions."""
         return self.checkpoint.config.model.max_positions
 
@@ -271,17 +271,17 @@ class NativeModel(EvalModel):
         return sum(int(torch.Size(shape).numel()) for shape in shapes)
 
     @property
-    def model(self) -> ModelConfig | None:
+    def model_config(self) -> ModelConfig | None:
         """The run's model."""
         return self.checkpoint.config.model
 
     @property
-    def own_validation(self) -> Sequence[str]:
+    def default_corpora(self) -> Sequence[str]:
         """The run's validation corpora."""
         return self.checkpoint.config.data.validation
 
     @property
-    def own_evals_folder(self) -> Path:
+    def default_evals_folder(self) -> Path:
         """The step's folder among the run's evals."""
         return self.checkpoint.evals_folder
 
@@ -289,11 +289,11 @@ class NativeModel(EvalModel):
         """The run's tokenizer."""
         return self.checkpoint.tokenizer()
 
-    def _own_scorer(
+    def _make_scorer(
         self, precision: str, pruning_tolerance: float | None, scaling: dict[str, Any] | None
     ) -> Scorer:
         self.ranks.check(self.checkpoint.config)
-        ranks, device = self.ranks, self.choices.device
+        ranks, device = self.ranks, self.options.device
         return native_scorer(
             self.checkpoint, precision, pruning_tolerance, scaling, ranks.tp, device
         )

@@ -9,22 +9,22 @@ from alibi_lm.parallel.errors import run_on_all_ranks
 from alibi_lm.utils.errors import ConfigError, Problem
 
 
-def resolve_model(name: str, choices: EvalOptions = DEFAULTS) -> EvalModel:
+def resolve_model(name: str, options: EvalOptions = DEFAULTS) -> EvalModel:
     """The subject that a command names.
 
     Args:
         name: a run folder (its newest complete step), a step folder, `hf:FOLDER` or the hub's
             `hf:ORGANIZATION/MODEL[@REVISION]`.
-        choices: the user's.
+        options: the user's.
 
     Raises:
         CheckpointError: there is nothing usable of that name.
         ConfigError: a choice that the subject does not have.
     """
     if name.startswith(HF):
-        return run_on_all_ranks(lambda: open_hf(name.removeprefix(HF), choices))
-    if choices.engine == "hf":
+        return run_on_all_ranks(lambda: open_hf(name.removeprefix(HF), options))
+    if options.engine == "hf":
         rule = "computes Hugging Face models"
         fix = f"give {HF}FOLDER, or leave it out"
-        raise ConfigError(Problem("--engine", choices.engine, rule, fix))
-    return run_on_all_ranks(lambda: NativeModel(open_run(name), choices))
+        raise ConfigError(Problem("--engine", options.engine, rule, fix))
+    return run_on_all_ranks(lambda: NativeModel(open_run(name), options))

@@ -34,10 +34,10 @@ and their calls are many where the next tokens are few."""
 
 
 @dataclass(frozen=True)
-class Answers:
+class PromptScores:
     """What a model makes of a batch of prompts."""
 
-    log_likelihoods: Tensor
+    loglikelihoods: Tensor
     """`[B, K]` fp32, nats: of each candidate as the prompt's continuation."""
     generated: Tensor
     """`[B, N]` int64: the greedy continuation."""
@@ -79,7 +79,9 @@ class Scorer(Protocol):
         """
         ...
 
-    def answers(self, prompts: Tensor, candidates: Tensor, max_new_tokens: int) -> Answers:
+    def loglikelihood_and_generate(
+        self, prompts: Tensor, candidates: Tensor, max_new_tokens: int
+    ) -> PromptScores:
         """Closed-set scores and the greedy continuation, from one pass over the prompts.
 
         Args:
@@ -185,7 +187,9 @@ class NativeScorer:
         return self._decoder.losses(tokens[:, :-1], tokens[:, 1:]).float().cpu()
 
     @torch.inference_mode()
-    def answers(self, prompts: Tensor, candidates: Tensor, max_new_tokens: int) -> Answers:
+    def loglikelihood_and_generate(
+        self, prompts: Tensor, candidates: Tensor, max_new_tokens: int
+    ) -> PromptScores:
         """Closed-set scores and the greedy continuation; the prompts' keys are computed once.
 
         Raises:
@@ -203,7 +207,7 @@ class NativeScorer:
         for choice in candidates.unbind(1):
             scores.append(self._continuation(choice, first, cache))
             cache.truncate(length)
-        return Answers(
+        return PromptScores(
             checked_scores(torch.stack(scores, 1)).cpu(),
             self._greedy(first, cache, max_new_tokens).cpu(),
         )
@@ -212,7 +216,9 @@ class NativeScorer:
         """The greedy continuation of one prompt."""
         prompts = torch.tensor([list(prompt)], dtype=torch.int64)
         nothing = torch.empty(1, 1, 0, dtype=torch.int64)
-        return self.answers(prompts, nothing, max_new_tokens).generated[0].tolist()
+        return (
+            self.loglikelihood_and_generate(prompts, nothing, max_new_tokens).generated[0].tolist()
+        )
 
     def describe(self) -> dict[str, Any]:
         """Kind, size, arithmetic and device."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from alibi_lm.config import Config
-from alibi_lm.evals.models.scorer import Answers, Scorer
+from alibi_lm.evals.models.scorer import PromptScores, Scorer
 from alibi_lm.parallel.config import ParallelConfig
 from alibi_lm.parallel.errors import gather_results
 from alibi_lm.parallel.mesh import NO_PARALLEL, ParallelDim
@@ -85,18 +85,18 @@ class ShardedScorer:
         )
         return torch.cat([part for part in parts if part is not None])
 
-    def answers(self, prompts: Tensor, candidates: Tensor, max_new_tokens: int) -> Answers:
-        """As `Scorer.answers`."""
+    def loglikelihood_and_generate(self, prompts: Tensor, candidates: Tensor, max_new_tokens: int) -> PromptScores:
+        """As `Scorer.loglikelihood_and_generate`."""
         rows = self._rows(len(prompts))
 
-        def score() -> Answers | None:
+        def score() -> PromptScores | None:
             if len(prompts[rows]) == 0:
                 return None
-            return self._scorer.answers(prompts[rows], candidates[rows], max_new_tokens)
+            return self._scorer.loglikelihood_and_generate(prompts[rows], candidates[rows], max_new_tokens)
 
         parts = [part for part in gather_results(score, self._dp.group) if part is not None]
-        return Answers(
-            torch.cat([part.log_likelihoods for part in parts]),
+        return PromptScores(
+            torch.cat([part.loglikelihoods for part in parts]),
             torch.cat([part.generated for part in parts]),
         )
 

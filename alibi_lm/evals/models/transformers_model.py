@@ -23,7 +23,7 @@ RESULTS = Path("evals") / "hf"
 """Where results of Hugging Face models lie below the current folder: theirs is left alone."""
 
 
-def open_hf(name: str, choices: EvalOptions) -> EvalModel:
+def open_hf(name: str, options: EvalOptions) -> EvalModel:
     """The subject of a folder, or of a model on the hub.
 
     Raises:
@@ -32,12 +32,12 @@ def open_hf(name: str, choices: EvalOptions) -> EvalModel:
     """
     folder = loading.find_folder(name)
     reason = loading.unsupported_reason(folder)
-    if choices.engine == "native" and reason is not None:
+    if options.engine == "native" and reason is not None:
         rule = f"cannot compute {HF}{name} ({reason})"
         raise ConfigError(Problem("--engine", "native", rule, "give --engine hf"))
-    if choices.engine == "hf" or reason is not None:
-        return TransformersModel(name, folder, choices)
-    return ImportedModel(name, folder, choices)
+    if options.engine == "hf" or reason is not None:
+        return TransformersModel(name, folder, options)
+    return ImportedModel(name, folder, options)
 
 
 class HuggingFaceModel(EvalModel):
@@ -45,8 +45,8 @@ class HuggingFaceModel(EvalModel):
 
     engine: Engine
 
-    def __init__(self, name: str, folder: Path, choices: EvalOptions) -> None:
-        super().__init__(choices)
+    def __init__(self, name: str, folder: Path, options: EvalOptions) -> None:
+        super().__init__(options)
         self.name, self.folder = name, folder
 
     @property
@@ -76,17 +76,17 @@ class HuggingFaceModel(EvalModel):
         return loading.weights_digest(self.folder)
 
     @cached_property
-    def stated_length(self) -> int | None:
+    def declared_training_length(self) -> int | None:
         """By config.json, or what an export says beside it."""
         return loading.training_length(self.folder)
 
     @property
-    def own_validation(self) -> Sequence[str]:
+    def default_corpora(self) -> Sequence[str]:
         """None."""
         return []
 
     @property
-    def own_evals_folder(self) -> Path:
+    def default_evals_folder(self) -> Path:
         """A folder of its own below the current one."""
         name = self.title.replace("/", "--").replace("@", "--")
         return RESULTS / f"{name}-{self.digest[:8]}"
@@ -102,12 +102,12 @@ class ImportedModel(HuggingFaceModel):
 
     engine: Engine = "native"
 
-    def __init__(self, name: str, folder: Path, choices: EvalOptions) -> None:
-        super().__init__(name, folder, choices)
+    def __init__(self, name: str, folder: Path, options: EvalOptions) -> None:
+        super().__init__(name, folder, options)
         self._weights = loading.ImportedFolder(folder)
 
     @property
-    def longest_input(self) -> int | None:
+    def max_input_length(self) -> int | None:
         """None: linear biases take any length."""
         return None
 
@@ -118,7 +118,7 @@ class ImportedModel(HuggingFaceModel):
             return Decoder(self._weights.config.model, seed=None).num_parameters()
 
     @property
-    def model(self) -> ModelConfig | None:
+    def model_config(self) -> ModelConfig | None:
         """As it is imported."""
         return self._weights.config.model
 
@@ -126,11 +126,11 @@ class ImportedModel(HuggingFaceModel):
         """The folder's."""
         return self._weights.tokenizer()
 
-    def _own_scorer(
+    def _make_scorer(
         self, precision: str, pruning_tolerance: float | None, scaling: dict[str, Any] | None
     ) -> Scorer:
         self.ranks.check(self._weights.config)
-        ranks, device = self.ranks, self.choices.device
+        ranks, device = self.ranks, self.options.device
         return native_scorer(self._weights, precision, pruning_tolerance, scaling, ranks.tp, device)
 
     def decoder(self, dtype: torch.dtype = torch.float32) -> Decoder:
@@ -143,13 +143,13 @@ class TransformersModel(HuggingFaceModel):
 
     engine: Engine = "hf"
 
-    def __init__(self, name: str, folder: Path, choices: EvalOptions) -> None:
-        super().__init__(name, folder, choices)
+    def __init__(self, name: str, folder: Path, options: EvalOptions) -> None:
+        super().__init__(name, folder, options)
         self._stock = loading.TransformersFolder(folder)
         self._tokenizer = self._stock.tokenizer()
 
     @property
-    def longest_input(self) -> int | None:
+    def max_input_length(self) -> int | None:
         """Rows of a table of positions, where the class has one."""
         return self._stock.longest_input
 
@@ -159,7 +159,7 @@ class TransformersModel(HuggingFaceModel):
         return self._stock.num_parameters
 
     @property
-    def model(self) -> ModelConfig | None:
+    def model_config(self) -> ModelConfig | None:
         """None: other code computes it."""
         return None
 
@@ -167,7 +167,7 @@ class TransformersModel(HuggingFaceModel):
         """As `AutoTokenizer` gives it."""
         return self._tokenizer
 
-    def _own_scorer(
+    def _make_scorer(
         self, precision: str, pruning_tolerance: float | None, scaling: dict[str, Any] | None
     ) -> Scorer:
         self.ranks.check(None)
@@ -185,7 +185,7 @@ class TransformersModel(HuggingFaceModel):
         if problems:
             raise ConfigError(*problems)
         model = self._stock.load(DTYPES[precision])
-        return TransformersScorer(model, self.longest_input, self.choices.device)
+        return TransformersScorer(model, self.max_input_length, self.options.device)
 
     def decoder(self, dtype: torch.dtype = torch.float32) -> Decoder:
         """Refused.

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from alibi_lm.evals.models.scorer import Answers, check_input, checked_scores
+from alibi_lm.evals.models.scorer import PromptScores, check_input, checked_scores
 from alibi_lm.parallel.device import get_device
 from alibi_lm.utils.errors import CheckpointError, ConfigError, Problem
 
@@ -47,7 +47,7 @@ class TransformersScorer:
     def __init__(
         self,
         model: Any,
-        longest_input: int | None,
+        max_input_length: int | None,
         device: str | None = None,
         *,
         logits_at_once: int = LOGITS_AT_ONCE,
@@ -57,7 +57,7 @@ class TransformersScorer:
 
         Args:
             model: as `AutoModelForCausalLM` gives it.
-            longest_input: tokens that its class can take; None where any length goes.
+            max_input_length: tokens that its class can take; None where any length goes.
             device: as `get_device` takes it.
             logits_at_once: logits that one pass may make.
             scores_at_once: attention scores that one pass may make in a layer.
@@ -67,7 +67,7 @@ class TransformersScorer:
         """
         self._device = get_device(device)
         self._model = model.to(self._device).eval()
-        self._longest = longest_input
+        self._longest = max_input_length
         self._logits_at_once, self._scores_at_once = logits_at_once, scores_at_once
         self._heads = int(getattr(model.config, "num_attention_heads", None) or 1)
         self._keeps_last = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -106,7 +106,7 @@ class TransformersScorer:
         return torch.cat(parts).cpu()
 
     @torch.inference_mode()
-    def answers(self, prompts: Tensor, candidates: Tensor, max_new_tokens: int) -> Answers:
+    def loglikelihood_and_generate(self, prompts: Tensor, candidates: Tensor, max_new_tokens: int) -> PromptScores:
         """Closed-set scores and the greedy continuation; the prompts' keys are computed once.
 
         Raises:
@@ -119,13 +119,13 @@ class TransformersScorer:
         state = self._prefill(prompts) if self._pieces_agree() else _Uncached(self, prompts)
         scores = [state.log_likelihood(choice) for choice in candidates.unbind(1)]
         found = checked_scores(torch.stack(scores, 1))
-        return Answers(found.cpu(), state.greedy(max_new_tokens).cpu())
+        return PromptScores(found.cpu(), state.greedy(max_new_tokens).cpu())
 
     def generate(self, prompt: Sequence[int], max_new_tokens: int) -> list[int]:
         """The greedy continuation of one prompt."""
         prompts = torch.tensor([list(prompt)], dtype=torch.int64)
         nothing = torch.empty(1, 1, 0, dtype=torch.int64)
-        return self.answers(prompts, nothing, max_new_tokens).generated[0].tolist()
+        return self.loglikelihood_and_generate(prompts, nothing, max_new_tokens).generated[0].tolist()
 
     def describe(self) -> dict[str, Any]:
         """Kind, class, size, arithmetic and device."""

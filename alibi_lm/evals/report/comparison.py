@@ -100,7 +100,7 @@ def _check_same_text(found: Found) -> None:
 
 
 def _facts(name: str, eval_model: EvalModel) -> dict[str, str]:
-    model = eval_model.model
+    model = eval_model.model_config
     return {
         "name": name,
         "argument": eval_model.argument,

@@ -171,8 +171,8 @@ def facts(eval_model: EvalModel, metrics: Metrics | None) -> list[tuple[str, str
         ("Parameters", f"{eval_model.num_parameters:,}"),
         ("Training length", f"{eval_model.training_length:,} tokens"),
     ]
-    if eval_model.model is not None:
-        rows.append(("Model", _shape(eval_model.model)))
+    if eval_model.model_config is not None:
+        rows.append(("Model", _shape(eval_model.model_config)))
     return rows + [(label.capitalize(), str(value)) for label, value in eval_model.settings.items()]
 
 
@@ -223,7 +223,7 @@ def slope_rows(eval_model: EvalModel) -> list[dict[str, Any]]:
 
     Learned slopes differ from layer to layer, and are the weights' own.
     """
-    model = eval_model.model
+    model = eval_model.model_config
     if model is None or model.position not in ("alibi", "alibi_learned"):
         return []
     slopes = {str(head): slope for head, slope in enumerate(head_slopes(model) or ())}
@@ -344,7 +344,7 @@ def summary_lines(eval_model: EvalModel) -> list[str]:
         f"retrieval: not measured yet: {commands(eval_model)['retrieval']}"
     ]  # fmt: skip
     lines.append("")
-    if eval_model.model is not None and eval_model.model.position == "alibi":
+    if eval_model.model_config is not None and eval_model.model_config.position == "alibi":
         attention_span = results.stored(eval_model, "attention_span")
         lines += attention_span_lines(attention_span) if attention_span else [
             f"attention_span: not measured yet: {commands(eval_model)['attention_span']}"

@@ -65,7 +65,7 @@ def run_retrieval(
         DataError: no corpus, no tokenizer, one that cannot write numbers, or a wrong qa file.
         ConfigError: a task does not fit a length that was asked for, or any length.
     """
-    tokenizer = eval_model.needed_tokenizer("prompts")
+    tokenizer = eval_model.require_tokenizer("prompts")
     files = results.open_corpora(eval_model, config)
     names = config.tasks or default_tasks(len(config.qa_files))
     qa_files = [Path(path) for path in config.qa_files]

@@ -16,7 +16,7 @@ from alibi_lm.data.tokenizer import Tokenizer
 from alibi_lm.evals import results
 from alibi_lm.evals.config import NeedleConfig
 from alibi_lm.evals.models.base import EvalModel
-from alibi_lm.evals.models.scorer import Answers, Scorer
+from alibi_lm.evals.models.scorer import PromptScores, Scorer
 from alibi_lm.evals.report import plots
 from alibi_lm.evals.report.tables import needle_lines
 from alibi_lm.evals.retrieval.distance_bins import Bin, distance_bin
@@ -123,7 +123,9 @@ def score_grid(
             for batch in _batches(maker, length, config, scorer.dp_size):
                 tokens = torch.from_numpy(np.stack([prompt for _, _, prompt in batch]))
                 trials = [trial for trial, _, _ in batch]
-                answers = scorer.answers(tokens, _candidates(trials), maker.num_answer_tokens)
+                answers = scorer.loglikelihood_and_generate(
+                    tokens, _candidates(trials), maker.num_answer_tokens
+                )
                 _count(grid, tokenizer, length, batch, answers)
                 bar.update(length * len(batch))
     return grid
@@ -158,10 +160,10 @@ def _candidates(trials: Sequence[Trial]) -> torch.Tensor:
 
 
 def _count(
-    grid: Grid, tokenizer: Tokenizer, length: int, batch: Sequence[Prompt], answers: Answers
+    grid: Grid, tokenizer: Tokenizer, length: int, batch: Sequence[Prompt], answers: PromptScores
 ) -> None:
     # Candidates are in random order, so a model that rates all alike is right at chance.
-    best = answers.log_likelihoods.argmax(1).tolist()
+    best = answers.loglikelihoods.argmax(1).tolist()
     for (trial, depth, _), choice, new in zip(batch, best, answers.generated.tolist(), strict=True):
         ranked = choice == trial.truth
         generated = says(tokenizer.decode(new), trial.answer.number)
@@ -197,7 +199,7 @@ def run_needle(
         DataError: no corpus, no tokenizer, or one that cannot write numbers.
         ConfigError: a length too short for a needle, or longer than every corpus.
     """
-    tokenizer = eval_model.needed_tokenizer("needles")
+    tokenizer = eval_model.require_tokenizer("needles")
     files = results.open_corpora(eval_model, config)
     maker = PromptMaker(tokenizer, files, config.seed, config.num_distractors)
     chosen = results.chosen_lengths(eval_model, config)

@@ -167,8 +167,8 @@ def _ask(
     candidates = torch.empty(len(prompts), 1, 0, dtype=torch.int64)
     if closed:
         candidates = torch.tensor([prompt.candidates for prompt in prompts])
-    answers = scorer.answers(tokens, candidates, prompts[0].answer_budget)
-    best = answers.log_likelihoods.argmax(1).tolist() if closed else [None] * len(prompts)
+    answers = scorer.loglikelihood_and_generate(tokens, candidates, prompts[0].answer_budget)
+    best = answers.loglikelihoods.argmax(1).tolist() if closed else [None] * len(prompts)
     for prompt, choice, new in zip(prompts, best, answers.generated.tolist(), strict=True):
         new = list(takewhile(lambda token: token not in tokenizer.stop_ids, new))
         score = METRICS[task.metric](tokenizer.decode(new), prompt.references)

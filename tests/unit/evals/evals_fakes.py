@@ -16,7 +16,7 @@ from torch import Tensor
 from alibi_lm.config import Config
 from alibi_lm.config_loading import build
 from alibi_lm.data.indexed import TokenFileWriter
-from alibi_lm.evals.models.scorer import Answers
+from alibi_lm.evals.models.scorer import PromptScores
 from alibi_lm.model.decoder import Decoder
 
 VOCAB_SIZE = 4096
@@ -151,10 +151,12 @@ class PlantedLosses:
         losses: Tensor = self._rule(tokens[:, 1:], positions)
         return losses.float().expand(tokens.shape[0], -1)
 
-    def answers(self, prompts: Tensor, candidates: Tensor, max_new_tokens: int) -> Answers:
+    def loglikelihood_and_generate(
+        self, prompts: Tensor, candidates: Tensor, max_new_tokens: int
+    ) -> PromptScores:
         """All candidates alike; generates zeros."""
         shape = candidates.shape[:2]
-        return Answers(
+        return PromptScores(
             torch.zeros(shape), torch.zeros(len(prompts), max_new_tokens, dtype=torch.int64)
         )
 
@@ -183,10 +185,12 @@ class CopyingScorer(PlantedLosses):
                 return prompt[end : end + count]
         return [0] * count
 
-    def answers(self, prompts: Tensor, candidates: Tensor, max_new_tokens: int) -> Answers:
+    def loglikelihood_and_generate(
+        self, prompts: Tensor, candidates: Tensor, max_new_tokens: int
+    ) -> PromptScores:
         """Candidates score by how many tokens the copy shares with them."""
         copies = torch.tensor(
             [self._copy(prompt, candidates.shape[2]) for prompt in prompts.tolist()]
         )
         shared = (candidates == copies[:, None]).sum(2).float()
-        return Answers(shared - candidates.shape[2], copies[:, :max_new_tokens])
+        return PromptScores(shared - candidates.shape[2], copies[:, :max_new_tokens])

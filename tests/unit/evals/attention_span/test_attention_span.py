@@ -130,9 +130,9 @@ def test_the_scorer_uses_horizons_where_there_are_any() -> None:
     assert torch.allclose(ours, expected, rtol=0, atol=2e-5)
     assert not torch.equal(ours, expected)
     candidates = torch.randint(VOCAB_SIZE, (2, 3, 4), generator=torch.Generator().manual_seed(2))
-    answers = [s.answers(tokens, candidates, 5) for s in (scorer, dense)]
+    answers = [s.loglikelihood_and_generate(tokens, candidates, 5) for s in (scorer, dense)]
     assert torch.equal(answers[0].generated, answers[1].generated)
-    assert torch.allclose(answers[0].log_likelihoods, answers[1].log_likelihoods, atol=1e-4)
+    assert torch.allclose(answers[0].loglikelihoods, answers[1].loglikelihoods, atol=1e-4)
 
 
 def test_an_epsilon_is_refused_where_there_are_no_horizons() -> None:

@@ -23,7 +23,7 @@ from alibi_lm.evals.generalization.evaluation import (
 )
 from alibi_lm.evals.generalization.result import lines
 from alibi_lm.evals.models.base import NativeModel
-from alibi_lm.evals.models.scorer import Answers, NativeScorer
+from alibi_lm.evals.models.scorer import NativeScorer, PromptScores
 from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.decoder import Decoder
 from alibi_lm.tasks.reasoning import END
@@ -55,14 +55,16 @@ class Solver:
         answer, items = self._solution(prompt)
         return self._tokenizer.encode(answer + END + "then"), items <= self._reach
 
-    def answers(self, prompts: Tensor, candidates: Tensor, max_new_tokens: int) -> Answers:
+    def loglikelihood_and_generate(
+        self, prompts: Tensor, candidates: Tensor, max_new_tokens: int
+    ) -> PromptScores:
         rows = []
         for prompt in prompts.tolist():
             ids, known = self._ids(self._tokenizer.decode(prompt))
             if not known:
                 ids[0] = self._tokenizer.encode("wrong")[0]
             rows.append((ids + [0] * max_new_tokens)[:max_new_tokens])
-        return Answers(torch.zeros(candidates.shape[:2]), torch.tensor(rows))
+        return PromptScores(torch.zeros(candidates.shape[:2]), torch.tensor(rows))
 
     def token_losses(self, tokens: Tensor) -> Tensor:
         """log 4/3 where the token is the right one (p = 3/4), log 4 where it is not known."""
@@ -86,10 +88,12 @@ class Solver:
 class Blind(Solver):
     """Says the same whatever is asked."""
 
-    def answers(self, prompts: Tensor, candidates: Tensor, max_new_tokens: int) -> Answers:
+    def loglikelihood_and_generate(
+        self, prompts: Tensor, candidates: Tensor, max_new_tokens: int
+    ) -> PromptScores:
         ids = self._tokenizer.encode(" a b c" + END) + [0] * max_new_tokens
         rows = [ids[:max_new_tokens]] * len(prompts)
-        return Answers(torch.zeros(candidates.shape[:2]), torch.tensor(rows))
+        return PromptScores(torch.zeros(candidates.shape[:2]), torch.tensor(rows))
 
     def token_losses(self, tokens: Tensor) -> Tensor:
         return torch.full((tokens.shape[0], tokens.shape[1] - 1), math.log(4096))

@@ -120,14 +120,14 @@ def test_one_models_needle_answers_are_the_same(exported: tuple[Step, Path]) -> 
     trials = [maker.trial(300, index) for index in range(4)]
     prompts = torch.stack([torch.from_numpy(trial.prompt(0.5)) for trial in trials])
     choices = torch.tensor([[answer.tokens for answer in trial.candidates] for trial in trials])
-    wanted = native.scorer("fp32").answers(prompts, choices, 12)
+    wanted = native.scorer("fp32").loglikelihood_and_generate(prompts, choices, 12)
     grid = run_needle(native, NEEDLE)
     wanted_cells = run_retrieval(native, RETRIEVAL)["cells"]
     for eval_model in others:
-        found = eval_model.scorer("fp32").answers(prompts, choices, 12)
+        found = eval_model.scorer("fp32").loglikelihood_and_generate(prompts, choices, 12)
         assert torch.equal(found.generated, wanted.generated)
         torch.testing.assert_close(
-            found.log_likelihoods, wanted.log_likelihoods, rtol=1e-4, atol=1e-4
+            found.loglikelihoods, wanted.loglikelihoods, rtol=1e-4, atol=1e-4
         )
         result = run_needle(eval_model, NEEDLE)
         assert result["cells"] == grid["cells"]
@@ -188,12 +188,13 @@ def test_far_keys_left_out_of_long_prompts_change_no_answer(
         choices = torch.tensor([[a.tokens for a in trial.candidates] for trial in trials])
         made.clear()
         found, wanted = (
-            eval_model.scorer("fp32", e).answers(prompts, choices, 9) for e in (1e-6, 0)
+            eval_model.scorer("fp32", e).loglikelihood_and_generate(prompts, choices, 9)
+            for e in (1e-6, 0)
         )
         assert [isinstance(cache, PrunedKVCache) for cache in made] == [True, False]
         assert torch.equal(found.generated, wanted.generated)
         torch.testing.assert_close(
-            found.log_likelihoods, wanted.log_likelihoods, rtol=1e-4, atol=1e-4
+            found.loglikelihoods, wanted.loglikelihoods, rtol=1e-4, atol=1e-4
         )
 
 

@@ -96,12 +96,12 @@ def test_answers_are_those_of_whole_passes(name: str) -> None:
     prompts, candidates = tokens_of(3, 29), tokens_of(3, 5, 4)
     found = TransformersScorer(
         model, None, logits_at_once=7 * 61, scores_at_once=3 * 4 * 29 * 5
-    ).answers(prompts, candidates, 6)
+    ).loglikelihood_and_generate(prompts, candidates, 6)
     for index in range(5):
         joined = torch.cat([prompts, candidates[:, index]], dim=1)
         logs = whole(model, joined)[:, 28:-1]
         wanted = logs.gather(2, candidates[:, index, :, None]).squeeze(2).sum(1)
-        torch.testing.assert_close(found.log_likelihoods[:, index], wanted, rtol=1e-4, atol=1e-3)
+        torch.testing.assert_close(found.loglikelihoods[:, index], wanted, rtol=1e-4, atol=1e-3)
     text = prompts
     for _ in range(6):
         text = torch.cat([text, whole(model, text)[:, -1].argmax(-1, keepdim=True)], dim=1)
@@ -170,7 +170,7 @@ def test_real_limits_are_found_and_overlong_input_is_refused(tmp_path: Path) -> 
             with pytest.raises(ConfigError, match="length = 65: .* has 64 positions"):
                 scorer.token_losses(tokens_of(1, 66))
             with pytest.raises(ConfigError, match="length = 65: .* input is never cut"):
-                scorer.answers(tokens_of(1, 60), tokens_of(1, 2, 3), 5)
+                scorer.loglikelihood_and_generate(tokens_of(1, 60), tokens_of(1, 2, 3), 5)
         else:
             scorer.token_losses(tokens_of(1, 200))
     eval_model = resolve_model(f"hf:{tmp_path / 'gpt2'}", EvalOptions(training_length=32))
@@ -226,11 +226,11 @@ def test_frequencies_that_go_by_the_length_are_those_of_each_input_alone(kind: s
         np.testing.assert_allclose(own, wanted, rtol=1e-4, atol=1e-4)
     # The candidates reach past the length at which the frequencies change.
     prompts, candidates = tokens_of(2, 14), tokens_of(2, 2, 5)
-    answers = scorer.answers(prompts, candidates, 4)
+    answers = scorer.loglikelihood_and_generate(prompts, candidates, 4)
     for index in range(2):
         joined = torch.cat([prompts, candidates[:, index]], dim=1)
         wanted = -exclusive_lock(joined)[:, -5:].sum(1)
-        torch.testing.assert_close(answers.log_likelihoods[:, index], wanted, rtol=1e-4, atol=1e-3)
+        torch.testing.assert_close(answers.loglikelihoods[:, index], wanted, rtol=1e-4, atol=1e-3)
 
 
 def test_a_class_that_reads_what_it_predicts_is_refused() -> None:
@@ -266,6 +266,6 @@ def test_scores_that_are_no_numbers_are_no_answers() -> None:
         model.lm_head.weight[7] = float("nan")
     scorer = TransformersScorer(model, None)
     with pytest.raises(CheckpointError, match="not numbers"):
-        scorer.answers(tokens_of(2, 9), tokens_of(2, 3, 2), 2)
+        scorer.loglikelihood_and_generate(tokens_of(2, 9), tokens_of(2, 3, 2), 2)
     with pytest.raises(CheckpointError, match="not numbers"):
         scorer.generate(tokens_of(1, 9)[0].tolist(), 2)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from alibi_lm.evals.models.scorer import Answers
+from alibi_lm.evals.models.scorer import PromptScores
 from tests.unit.evals.evals_fakes import VOCAB_SIZE
 
 NIAH = re.compile(
@@ -76,7 +76,9 @@ class SolvingScorer:
         tokens = prompt if self._reach is None else prompt[-self._reach :]
         return solve(self._tokenizer.decode(tokens))
 
-    def answers(self, prompts: Tensor, candidates: Tensor, max_new_tokens: int) -> Answers:
+    def loglikelihood_and_generate(
+        self, prompts: Tensor, candidates: Tensor, max_new_tokens: int
+    ) -> PromptScores:
         """The candidate that the solution begins with, or chance; and the solution."""
         shape = candidates.shape[:2]
         scores = torch.from_numpy(self._random.random(shape)).float()
@@ -88,7 +90,7 @@ class SolvingScorer:
             for which, candidate in enumerate(candidates[row].tolist()):
                 if candidate and tokens[: len(candidate)] == candidate:
                     scores[row, which] += 1
-        return Answers(scores, generated)
+        return PromptScores(scores, generated)
 
     def token_losses(self, tokens: Tensor) -> Tensor:
         """Not asked for."""

@@ -268,19 +268,17 @@ def test_native_answers_equal_whole_passes_and_the_generator() -> None:
     prompts = torch.randint(60, (3, 40), generator=generator)
     candidates = torch.randint(60, (3, 5, 4), generator=generator)
     scorer = NativeScorer(decoder)
-    answers = scorer.answers(prompts, candidates, 6)
+    answers = scorer.loglikelihood_and_generate(prompts, candidates, 6)
     with torch.no_grad():
         for b in range(3):
             for k in range(5):
                 whole = torch.cat([prompts[b], candidates[b, k]])[None]
                 logs = decoder(whole)[0].double().log_softmax(-1)
                 wanted = sum(logs[39 + i, candidates[b, k, i]] for i in range(4))
-                assert answers.log_likelihoods[b, k].item() == pytest.approx(
-                    float(wanted), rel=1e-5
-                )
+                assert answers.loglikelihoods[b, k].item() == pytest.approx(float(wanted), rel=1e-5)
     assert answers.generated.tolist() == generate(decoder, prompts, 6)
-    exclusive_lock = scorer.answers(prompts[1:2], candidates[1:2], 6)
-    torch.testing.assert_close(exclusive_lock.log_likelihoods[0], answers.log_likelihoods[1])
+    exclusive_lock = scorer.loglikelihood_and_generate(prompts[1:2], candidates[1:2], 6)
+    torch.testing.assert_close(exclusive_lock.loglikelihoods[0], answers.loglikelihoods[1])
     assert scorer.generate(prompts[1].tolist(), 6) == answers.generated[1].tolist()
 
 
@@ -288,8 +286,8 @@ def test_long_prompts_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> Non
     decoder = Decoder(ModelConfig(num_layers=2, hidden_size=32, num_heads=4, vocab_size=60), 1)
     prompts = torch.randint(60, (2, 50), generator=torch.Generator().manual_seed(0))
     candidates = torch.randint(60, (2, 3, 1), generator=torch.Generator().manual_seed(1))
-    whole = NativeScorer(decoder).answers(prompts, candidates, 3)
+    whole = NativeScorer(decoder).loglikelihood_and_generate(prompts, candidates, 3)
     monkeypatch.setattr("alibi_lm.evals.models.scorer.PREFILL_TOKENS", 14)
-    pieces = NativeScorer(decoder).answers(prompts, candidates, 3)
-    torch.testing.assert_close(whole.log_likelihoods, pieces.log_likelihoods)
+    pieces = NativeScorer(decoder).loglikelihood_and_generate(prompts, candidates, 3)
+    torch.testing.assert_close(whole.loglikelihoods, pieces.loglikelihoods)
     assert torch.equal(whole.generated, pieces.generated)
