@@ -185,7 +185,7 @@ class GeneralizationConfig(Section):
 
 @dataclass
 class SuiteConfig(Section):
-    """An eval suite."""
+    """An eval suite; `suite.suite_class` adds a section for each eval."""
 
     aliases: ClassVar[Mapping[str, str]] = {"attention_span": "horizon"}
 
@@ -200,16 +200,6 @@ class SuiteConfig(Section):
     """Tokens per training sample, for models that do not say; the default lengths depend on it."""
     parallel: RanksConfig = field(default_factory=RanksConfig)
     """How several ranks share the work."""
-    perplexity: PerplexityConfig = field(default_factory=PerplexityConfig)
-    """Settings of `alibi-lm eval perplexity`."""
-    needle: NeedleConfig = field(default_factory=NeedleConfig)
-    """Settings of `alibi-lm eval needle`."""
-    retrieval: RetrievalConfig = field(default_factory=RetrievalConfig)
-    """Settings of `alibi-lm eval retrieval`."""
-    attention_span: AttentionSpanConfig = field(default_factory=AttentionSpanConfig)
-    """Settings of `alibi-lm eval attention-span`."""
-    generalization: GeneralizationConfig = field(default_factory=GeneralizationConfig)
-    """Settings of `alibi-lm eval generalization`."""
 
     @rule
     def _one_text(self) -> Iterator[Problem]:

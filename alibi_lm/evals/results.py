@@ -1,238 +1,223 @@
-"""What all eval results share: corpora, names of the run and versions, storing and finding."""
+"""Running evals, and the files of their results.
+
+A model's folder of results holds, for an eval NAME, the main result NAME.json and, in NAME/, one
+file for each other thing measured, named by the digest of its inputs. The main result is the one on
+the model's own corpora, by its default engine, without another scaling of positions and at default
+lengths, as far as there is such a one; of two that are alike in this, the newer one.
+"""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from importlib.metadata import version
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic
 
 from alibi_lm import config_loading
 from alibi_lm.data.indexed import TokenFile
-from alibi_lm.data.manifest import check_tokenizer
-from alibi_lm.evals.config import (
-    AttentionSpanConfig,
-    GeneralizationConfig,
-    NeedleConfig,
-    PerplexityConfig,
-    RetrievalConfig,
-)
+from alibi_lm.evals.base import ConfigT, Eval, Json, ResultT
 from alibi_lm.evals.models.base import EvalModel
+from alibi_lm.evals.models.scorer import Scorer
 from alibi_lm.evals.report import plots
 from alibi_lm.parallel.errors import run_on_all_ranks, run_on_rank0
-from alibi_lm.utils.errors import ConfigError, DataError, Problem
+from alibi_lm.utils.errors import DataError
 from alibi_lm.utils.files import stored_object, write_json
 from alibi_lm.utils.logging import console
 
-DEFAULT_MULTIPLES = (0.5, 1, 2, 4, 8, 16)
 
-LengthSettings = PerplexityConfig | NeedleConfig | RetrievalConfig
-Settings = LengthSettings | AttentionSpanConfig | GeneralizationConfig
-SomeSettings = TypeVar(
-    "SomeSettings",
-    PerplexityConfig,
-    NeedleConfig,
-    RetrievalConfig,
-    AttentionSpanConfig,
-    GeneralizationConfig,
-)
+@dataclass(frozen=True)
+class Stored(Generic[ResultT]):
+    """A result and its file."""
 
+    path: Path
+    result: ResultT
 
-def default_lengths(training_length: int) -> list[int]:
-    """1/2, 1, 2, 4, 8 and 16 times the training length."""
-    return sorted({max(1, int(multiple * training_length)) for multiple in DEFAULT_MULTIPLES})
-
-
-def chosen_lengths(eval_model: EvalModel, config: LengthSettings) -> list[int]:
-    """The configured lengths or the default ones, ascending.
-
-    Raises:
-        ConfigError: a length is beyond the position table of a model with learned positions.
-    """
-    lengths = sorted(config.lengths or default_lengths(eval_model.training_length))
-    largest = eval_model.max_input_length
-    if largest is None:
-        return lengths
-    if config.lengths is None:
-        return [length for length in lengths if length <= largest]
-    problems = [
-        Problem("lengths", length, f"the model has {largest} positions", "leave it out")
-        for length in lengths
-        if length > largest
-    ]
-    if problems:
-        raise ConfigError(*problems)
-    return lengths
+    def differences(self, other: ResultT) -> str:
+        """What was measured here and not by `other`, for example `lengths=[128, 1024]`."""
+        here, there = self.result.inputs, other.inputs
+        ours, theirs = config_loading.flatten(here), config_loading.flatten(there)
+        words = [
+            f"{key.removeprefix('settings.')}={value}"
+            for key, value in ours.items()
+            if value != theirs.get(key) and key not in ("corpora", "settings.corpus")
+        ]
+        if here["corpora"] != there["corpora"]:
+            words.append("corpus " + ", ".join(file.prefix for file in self.result.corpus))
+        return "; ".join(words)
 
 
-def open_corpora(eval_model: EvalModel, config: Settings) -> list[TokenFile]:
-    """The token files that an eval reads; none where its problems are made.
+def evaluate(
+    each: Eval[ConfigT, ResultT], eval_model: EvalModel, config: ConfigT, *, force: bool = False
+) -> ResultT:
+    """Run an eval unless its result is stored, and show the result in the terminal.
 
     Raises:
-        DataError: there are none, one cannot be read, or it was made with another tokenizer.
+        UserError: as `Eval.run`.
     """
-    if isinstance(config, GeneralizationConfig):
-        return []
-    prefixes = [config.corpus] if config.corpus else eval_model.corpora
-    if not prefixes:
-        rule = f"{eval_model.argument} names no validation corpus"
-        fix = "set text=FILE, GLOB or FOLDER, or corpus=PREFIX, token files without .bin"
-        raise DataError(Problem("data.validation", None, rule, fix))
-    tokenizer = eval_model.tokenizer()
-    if tokenizer is not None:
-        for prefix in prefixes:
-            check_tokenizer(prefix, tokenizer)
-    return [TokenFile(prefix) for prefix in prefixes]
+    run_on_all_ranks(lambda: each.open_corpora(eval_model, config))
+    done = run_on_rank0(lambda: None if force else finished(each, eval_model, config))
+    if done is not None:
+        console.info(
+            f"{each.name}: done before with the same settings, {done.path} (--force runs it again)"
+        )
+        return done.result
+    result = each.run(eval_model, config)
+    path = store(each, eval_model, result)
+    verdict = result.verdict
+    for line in (*each.table(result), verdict.text, verdict.caveat):
+        console.info(line)
+    console.info(f"{each.name}: {path}")
+    return result
 
 
-def corpus_facts(files: Sequence[TokenFile]) -> list[dict[str, Any]]:
-    """Prefix, digest and counts of each corpus."""
-    return [
-        {
-            "prefix": str(file.prefix),
-            "digest": file.digest,
-            "num_documents": int(file.num_documents),
-            "num_tokens": int(file.num_tokens),
-        }
-        for file in files
-    ]
-
-
-def run_facts(eval_model: EvalModel) -> dict[str, Any]:
-    """Run, step and versions, as every result names them."""
-    return {
-        "run": eval_model.argument,
-        "step": eval_model.step,
-        "training_length": eval_model.training_length,
-        "versions": {name: version(name) for name in ("alibi_lm", "torch")},
-    }
-
-
-def inputs_of(
-    eval_model: EvalModel, config: Settings, files: Sequence[TokenFile]
-) -> dict[str, Any]:
-    """Everything a result depends on; equal inputs give an equal result."""
-    qa_files = config.qa_files if isinstance(config, RetrievalConfig) else []
-    return {
-        "settings": config_loading.to_dict(config),
-        "corpora": [file.digest for file in files],
-        **({"qa_files": [_digest(Path(path)) for path in qa_files]} if qa_files else {}),
-        "step": eval_model.digest,
-        "versions": run_facts(eval_model)["versions"],
-        **eval_model.settings,
-    }
-
-
-def _digest(path: Path) -> str:
-    """SHA-256 of a file.
-
-    Raises:
-        DataError: there is none.
-    """
-    try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
-    except FileNotFoundError:
-        raise DataError(Problem(str(path), None, "no such file", "check the path")) from None
-
-
-def result_path(eval_model: EvalModel, name: str) -> Path:
-    """Where the result of eval `name` (perplexity, needle, retrieval or horizon) is stored."""
-    return eval_model.evals_folder / f"{name}.json"
-
-
-def store(
+def run_and_store(
+    each: Eval[ConfigT, ResultT],
     eval_model: EvalModel,
-    name: str,
-    result: dict[str, Any],
-    figures: Callable[[dict[str, Any]], Mapping[str, plots.Figure]] | None = None,
-) -> Path:
-    """Atomically write a result, and its pictures by name, on rank 0, and return the result's path.
+    config: ConfigT,
+    scorer: Scorer | None = None,
+) -> ResultT:
+    """Run an eval, whatever is stored, and store its result.
 
-    A result of other settings, or of another model in the same folder, is not lost: it and its
-    pictures are kept under names with a hash of what it depends on.
+    Raises:
+        UserError: as `Eval.run`.
     """
+    result = each.run(eval_model, config, scorer)
+    store(each, eval_model, result)
+    return result
+
+
+def store(each: Eval[Any, ResultT], eval_model: EvalModel, result: ResultT) -> Path:
+    """Write a result and its pictures on rank 0; the path of the result, on every rank."""
 
     def write() -> Path:
-        pictures = {} if figures is None else figures(result)
-        path = _write(eval_model, name, result, pictures)
-        for key, figure in pictures.items():
-            plots.save(figure, path.with_name(f"{key}.png"))
+        figures = each.figures(result)
+        path = _make_way(each, eval_model, result, list(figures))
+        write_json(path, result.to_json())
+        for name, figure in figures.items():
+            plots.save(figure, _picture(path, each.name, name))
         return path
 
     return run_on_rank0(write)
 
 
-def _write(
-    eval_model: EvalModel, name: str, result: dict[str, Any], pictures: Iterable[str]
+def _make_way(
+    each: Eval[Any, ResultT], eval_model: EvalModel, result: ResultT, pictures: Sequence[str]
 ) -> Path:
-    path = result_path(eval_model, name)
-    before = _stored(path, name)
-    if before is not None and before["inputs"] != result.get("inputs"):
-        mark = config_loading.digest(before["inputs"])[:8]
-        for key in pictures:
-            picture = path.with_name(f"{key}.png")
-            if picture.exists():
-                picture.rename(picture.with_name(f"{key}_{mark}.png"))
-        path.rename(path.with_name(f"{name}_{mark}.json"))
-        same = before["inputs"].get("step") == eval_model.digest
-        what = "other settings" if same else "other weights"
-        console.info(f"{name}: the result of {what} is kept as {name}_{mark}.json")
-    write_json(path, result)
-    return path
+    """Where a result goes; a main result that it replaces is moved to its own address."""
+    main = main_path(each, eval_model)
+    aside = _own_path(main, result.inputs)
+    before = _raw(each, main)
+    if before is not None and before["inputs"] != result.inputs:
+        corpora, engine = _digests(eval_model.default_corpora), eval_model.default_engine
+        same_weights = before["inputs"].get("step") == eval_model.digest
+        if same_weights and _rank(result.inputs, corpora, engine) < _rank(
+            before["inputs"], corpora, engine
+        ):
+            console.info(f"{each.name}: {main} stays the main result")
+            return aside
+        kept = _own_path(main, before["inputs"])
+        kept.parent.mkdir(exist_ok=True)
+        for name in pictures:
+            if (picture := _picture(main, each.name, name)).exists():
+                picture.replace(_picture(kept, each.name, name))
+        main.replace(kept)
+        console.info(f"{each.name}: the earlier result is kept as {kept}")
+    aside.unlink(missing_ok=True)
+    return main
 
 
-def stored(eval_model: EvalModel, name: str) -> dict[str, Any] | None:
-    """The stored result of eval `name` for this step's weights, whatever its settings, or None.
+def main_path(each: Eval[Any, Any], eval_model: EvalModel) -> Path:
+    """The file of the main result."""
+    return eval_model.evals_folder / f"{each.name}.json"
 
-    A file that is not a result (cut short by something else than this program), or is of other
-    weights under the same step number, counts as none.
+
+def _own_path(main: Path, inputs: Json) -> Path:
+    """The address of a result that is not the main one."""
+    return main.parent / main.stem / f"{config_loading.digest(inputs)[:12]}.json"
+
+
+def _picture(path: Path, eval_name: str, name: str) -> Path:
+    """The picture `name` of the result in `path`."""
+    main = path.stem == eval_name
+    return path.with_name(f"{name}.png" if main else f"{path.stem}_{name}.png")
+
+
+def _rank(inputs: Json, corpora: Sequence[str] | None, engine: str | None) -> tuple[bool, ...]:
+    """Larger for results that are more like what is asked for by default."""
+    settings = inputs.get("settings", {})
+    return (
+        inputs.get("corpora") == corpora,
+        inputs.get("engine") == engine,
+        settings.get("scaling") is None,
+        settings.get("lengths") is None,
+    )
+
+
+def _digests(prefixes: Sequence[str]) -> list[str] | None:
+    """Digests of token files; None where one cannot be read."""
+    try:
+        return [TokenFile(prefix).digest for prefix in prefixes]
+    except DataError:
+        return None
+
+
+def _raw(each: Eval[Any, Any], path: Path) -> Json | None:
+    """The result of an eval in a file, of whatever model and version, or None."""
+    found = stored_object(path)
+    if found is None or found.get("eval") != each.name:
+        return None
+    return found if isinstance(found.get("inputs"), dict) else None
+
+
+def _read(each: Eval[Any, ResultT], eval_model: EvalModel, path: Path) -> Stored[ResultT] | None:
+    """The result in a file, if this version can read it and it is of the model's weights."""
+    found = _raw(each, path)
+    if found is None or found["inputs"].get("step") != eval_model.digest:
+        return None
+    try:
+        return Stored(path, each.result.from_json(found))
+    except (LookupError, TypeError, ValueError):
+        return None
+
+
+def stored(each: Eval[Any, ResultT], eval_model: EvalModel) -> list[Stored[ResultT]]:
+    """All stored results of the model's weights: the one to show first, then the others.
+
+    Results on the corpora and by the engine that `eval_model` was opened with come first, then the
+    main one, then newer ones.
     """
-    result = _stored(result_path(eval_model, name), name)
-    return result if result and result["inputs"].get("step") == eval_model.digest else None
+    main = main_path(each, eval_model)
+    paths = [main, *(main.parent / main.stem).glob("*.json")]
+    found = [entry for path in paths if (entry := _read(each, eval_model, path))]
+    if len(found) < 2:
+        return found
+    try:
+        corpora = _digests(eval_model.corpora)
+    except DataError:
+        corpora = None
+    engine = eval_model.settings.get("engine")
+    return sorted(
+        found,
+        key=lambda entry: (
+            _rank(entry.result.inputs, corpora, engine),
+            entry.path == main,
+            entry.path.stat().st_mtime,
+        ),
+        reverse=True,
+    )
 
 
-def _stored(path: Path, name: str) -> dict[str, Any] | None:
-    """The result of eval `name` in a file, whatever model it is of, or None."""
-    result = stored_object(path)
-    if result is None or result.get("eval") != name:
+def shown(each: Eval[Any, ResultT], eval_model: EvalModel) -> ResultT | None:
+    """The result that a report shows, or None."""
+    return next((entry.result for entry in stored(each, eval_model)), None)
+
+
+def finished(
+    each: Eval[ConfigT, ResultT], eval_model: EvalModel, config: ConfigT
+) -> Stored[ResultT] | None:
+    """The stored result of the same settings, corpora, weights and versions, or None."""
+    found = stored(each, eval_model)
+    if not found:
         return None
-    return result if isinstance(result.get("inputs"), dict) else None
-
-
-def announce_finished(eval_model: EvalModel, name: str) -> None:
-    """Say that an eval needs not be run again."""
-    path = result_path(eval_model, name)
-    console.info(f"{name}: done before with the same settings, {path} (--force runs it again)")
-
-
-def finished(eval_model: EvalModel, name: str, config: Settings) -> dict[str, Any] | None:
-    """The stored result of eval `name` if it has the same settings, corpora, step and versions."""
-    result = stored(eval_model, name)
-    if result is None:
-        return None
-    same = result.get("inputs") == inputs_of(eval_model, config, open_corpora(eval_model, config))
-    return result if same else None
-
-
-def run_or_load(
-    eval_model: EvalModel,
-    name: str,
-    config: SomeSettings,
-    run: Callable[[EvalModel, SomeSettings], dict[str, Any]],
-    table: Callable[[dict[str, Any]], Iterable[str]],
-    *,
-    force: bool,
-) -> dict[str, Any]:
-    """Run eval `name` unless it is done already, and say its result in the terminal."""
-    run_on_all_ranks(lambda: open_corpora(eval_model, config))
-    done = run_on_rank0(lambda: None if force else finished(eval_model, name, config))
-    if done is not None:
-        announce_finished(eval_model, name)
-        return done
-    result: dict[str, Any] = run(eval_model, config)
-    verdict = result["verdict"]
-    for line in (*table(result), verdict["text"], verdict["caveat"]):
-        console.info(line)
-    console.info(f"{name}: {result_path(eval_model, name)}")
-    return result
+    inputs = each.inputs(eval_model, config, each.open_corpora(eval_model, config))
+    return next((entry for entry in found if entry.result.inputs == inputs), None)

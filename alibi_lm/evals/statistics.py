@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Any
+from typing import Self
 
 import numpy as np
 
@@ -34,13 +34,23 @@ def wilson(successes: float, trials: int, confidence: float = CONFIDENCE) -> Int
     return low, high
 
 
-def share(correct: float, trials: int) -> dict[str, Any]:
-    """A share of right answers as results hold it: `correct`, `rate` and Wilson's `interval`."""
-    return {
-        "correct": correct,
-        "rate": correct / trials,
-        "interval": as_list(wilson(correct, trials)),
-    }
+@dataclass
+class Share:
+    """A share of right answers with Wilson's interval."""
+
+    correct: float
+    rate: float
+    interval: Interval
+
+    def __str__(self) -> str:
+        """For example `40% (17% to 69%)`."""
+        low, high = self.interval
+        return f"{self.rate:.0%} ({low:.0%} to {high:.0%})"
+
+    @classmethod
+    def of(cls, correct: float, trials: int) -> Self:
+        """So many right answers of so many."""
+        return cls(correct, correct / trials, wilson(correct, trials))
 
 
 def significantly_greater(
@@ -100,11 +110,6 @@ def _percentiles(samples: np.ndarray) -> list[Interval]:
     edges = [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2]
     low, high = np.quantile(samples, edges, axis=0)
     return [(float(a), float(b)) for a, b in zip(low, high, strict=True)]
-
-
-def as_list(interval: Interval | None) -> list[float] | None:
-    """An interval as JSON holds it."""
-    return None if interval is None else [float(interval[0]), float(interval[1])]
 
 
 def bootstrap_means(sums: np.ndarray, counts: np.ndarray, seed: int = 0) -> list[Interval] | None:

@@ -3,22 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import field, make_dataclass
 from pathlib import Path
+from typing import Any
 
 from alibi_lm.config_loading import apply_overrides, build, load_yaml
 from alibi_lm.evals.config import SuiteConfig
+from alibi_lm.evals.registry import EVALS
 
 
 def read_suite(
     path: str | Path | None, overrides: Sequence[str] = (), name: str | None = None
-) -> SuiteConfig:
+) -> Any:
     """Read a suite's YAML (the defaults where `path` is None) and apply `key=value` overrides.
 
     Args:
+        path: the YAML.
+        overrides: settings of the command line.
         name: the eval that will run: a key outside any section is probably meant for its section.
+
+    Returns:
+        A `SuiteConfig` that has the config of every registered eval as a field of its name.
 
     Raises:
         ConfigError: with every problem found.
     """
     raw = {} if path is None else load_yaml(path)
-    return build(SuiteConfig, apply_overrides(raw, overrides), prefer=name)
+    return build(suite_class(), apply_overrides(raw, overrides), prefer=name)
+
+
+def suite_class() -> type[SuiteConfig]:
+    """`SuiteConfig` with a section for each registered eval."""
+    sections = [
+        (name, each.config, field(default_factory=each.config)) for name, each in EVALS.items()
+    ]
+    return make_dataclass(SuiteConfig.__name__, sections, bases=(SuiteConfig,))

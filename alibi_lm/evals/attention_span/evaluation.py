@@ -1,23 +1,24 @@
-"""How far each head reads: what is proven of it, and what is true, on real text."""
+"""How far each head reads on real text: the certified attention span and the true one."""
 
 from __future__ import annotations
 
 import math
 import time
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor
 
 from alibi_lm.data.indexed import TokenFile
-from alibi_lm.evals import results
+from alibi_lm.evals.attention_span import result as shown
+from alibi_lm.evals.attention_span.result import AttentionSpanResult, HeadRow
+from alibi_lm.evals.base import Eval, register
 from alibi_lm.evals.config import AttentionSpanConfig
 from alibi_lm.evals.models.base import EvalModel
-from alibi_lm.evals.models.scorer import DTYPES
-from alibi_lm.evals.report import plots
-from alibi_lm.evals.report.tables import attention_span_lines
+from alibi_lm.evals.models.scorer import DTYPES, Scorer
+from alibi_lm.model.decoder import Decoder
 from alibi_lm.model.inference.long_scoring import (
     DENSE_UP_TO,
     LongScoringReport,
@@ -29,28 +30,27 @@ from alibi_lm.model.pruning.block_sparse import BLOCK
 from alibi_lm.model.pruning.bounds import prior_attention_span
 from alibi_lm.utils.errors import ConfigError, DataError, Problem
 
-NAME = "attention_span"
 PROTOCOL = (
-    "Reach of a query: the largest distance at which keys have to be read, so that all keys "
-    "further away together have less than epsilon of the head's probability. Certified: proven "
-    f"from norms of queries and keys for each block of {BLOCK} queries, the distance from its "
-    "first one. True: from the full softmax in float64 at single positions. Both over the second "
-    "half of the text. Prior: the bound from the largest norms alone. Through all layers: the sum "
-    "over layers of the longest head's largest reach."
+    "Attention span of a query: the largest distance at which keys have to be read, so that all "
+    "keys further away together have less than the pruning tolerance of the head's probability. "
+    "Certified: proven from norms of queries and keys for each block of "
+    f"{BLOCK} queries, the distance from its first one. True: from the full softmax in float64 at "
+    "single positions. Both over the second half of the text. Prior: the bound from the largest "
+    "norms alone. Through all layers: the sum over layers of the longest head's largest span."
 )
 
 
 @dataclass
-class TrueReach:
-    """Measures reaches at some positions, as an observer of `long_losses`."""
+class TrueSpans:
+    """Measures true spans at some positions, as an observer of `long_losses`."""
 
     positions: Tensor
     """[N] int64, ascending."""
     length: int
     """Tokens of the text."""
     slopes: tuple[float, ...]
-    epsilon: float
-    reaches: list[Tensor] = field(default_factory=list)
+    tolerance: float
+    spans: list[Tensor] = field(default_factory=list)
     """Of each layer, [H, N] int64."""
     largest_scores: list[Tensor] = field(default_factory=list)
     """Of each layer, [H]: the largest |q| times the largest |k|, over sqrt(D)."""
@@ -59,7 +59,7 @@ class TrueReach:
     _norms: list[Tensor] = field(default_factory=list)
 
     def __call__(self, layer: int, first: int, q: Tensor, k: Tensor) -> None:
-        """Take up a chunk; with the last one, measure the layer."""
+        """Collect a chunk; measure the layer with its last one."""
         stop = first + q.shape[1]
         inside = self.positions[(self.positions >= first) & (self.positions < stop)]
         self._queries.append(q[:, inside - first].double())
@@ -72,7 +72,7 @@ class TrueReach:
         largest_key = keys.norm(dim=-1).amax(dim=1).repeat_interleave(group)
         largest = torch.stack(self._norms).amax(dim=0) * largest_key / math.sqrt(q.shape[-1])
         self.largest_scores.append(largest)
-        self.reaches.append(
+        self.spans.append(
             torch.stack(
                 [self._head(queries[h], keys[h // group], m) for h, m in enumerate(self.slopes)]
             )
@@ -80,88 +80,99 @@ class TrueReach:
         self._queries, self._keys, self._norms = [], [], []
 
     def _head(self, queries: Tensor, keys: Tensor, slope: float) -> Tensor:
-        """[N]: reaches of one head's queries [N, D] over its keys [T, D]."""
+        """[N]: spans of one head's queries [N, D] over its keys [T, D]."""
         keys = keys.double().T.contiguous()
         places = torch.arange(keys.shape[1])
-        reaches = []
+        spans = []
         for some, at in zip(queries.split(16), self.positions.split(16), strict=True):
             distances = at.unsqueeze(1) - places
             scores = some @ keys / math.sqrt(keys.shape[0]) - slope * distances
             weights = scores.masked_fill_(distances < 0, -math.inf).softmax(dim=1)
-            # Mass of a key and of all further away; the first key where it is not nothing.
-            farthest = (weights.cumsum(dim=1) < self.epsilon).sum(dim=1)
-            reaches.append(at - farthest)
-        return torch.cat(reaches)
+            # Keys from the first one on whose mass, summed up, stays below the tolerance.
+            farthest = (weights.cumsum(dim=1) < self.tolerance).sum(dim=1)
+            spans.append(at - farthest)
+        return torch.cat(spans)
 
 
-def evaluate(
-    eval_model: EvalModel, config: AttentionSpanConfig, *, force: bool = False
-) -> dict[str, Any]:
-    """`run_attention_span` unless it is done already, and its result in the terminal.
+@register
+class AttentionSpan(Eval[AttentionSpanConfig, AttentionSpanResult]):
+    """How far each head reads."""
 
-    Raises:
-        UserError: as `run_attention_span`.
-    """
-    return results.run_or_load(
-        eval_model, NAME, config, run_attention_span, attention_span_lines, force=force
-    )
+    name = "attention_span"
+    help = "How far each head provably, and truly, reads; a model with linear biases."
+    title = "How far heads read"
+    config = AttentionSpanConfig
+    result = AttentionSpanResult
+    template = "attention_span.html"
+
+    def run(
+        self, eval_model: EvalModel, config: AttentionSpanConfig, scorer: Scorer | None = None
+    ) -> AttentionSpanResult:
+        """Measure a model's heads.
+
+        Raises:
+            ConfigError: the model's spans have no bound, or num_tokens is too small to show one.
+            DataError: no corpus, or one shorter than num_tokens.
+        """
+        decoder = _checked_decoder(eval_model, config)
+        files = self.open_corpora(eval_model, config)[:1]
+        tokens = _text(files[0], config.num_tokens)
+        slopes = head_slopes(decoder.config)
+        assert slopes is not None
+        half, tolerance = config.num_tokens // 2, config.pruning_tolerance
+        count = min(config.num_queries, half)
+        positions = torch.linspace(half, config.num_tokens - 1, count).long().unique()
+        true = TrueSpans(positions, config.num_tokens, slopes, tolerance)
+        report = LongScoringReport()
+        started = time.perf_counter()
+        losses = long_losses(decoder, tokens[:-1], tokens[1:], tolerance, report, true)
+        rows = _rows(report.heads()[:, half // BLOCK :], true, slopes, config)
+        through_layers = shown.composed(rows)
+        return AttentionSpanResult(
+            **self.common(eval_model, config, files),
+            protocol=PROTOCOL,
+            num_tokens=config.num_tokens,
+            num_queries=len(positions),
+            pruning_tolerance=tolerance,
+            precision=config.precision,
+            loss=float(losses.double().mean()),
+            seconds=round(time.perf_counter() - started, 3),
+            slopes=list(slopes),
+            rows=rows,
+            composed=through_layers,
+            verdict=shown.verdict(rows, through_layers, config.num_tokens, tolerance),
+        )
+
+    def table(self, result: AttentionSpanResult) -> list[str]:
+        """Spans by head."""
+        return shown.table(result)
+
+    def figures(self, result: AttentionSpanResult) -> dict[str, Figure]:
+        """Spans of every head."""
+        return {self.name: shown.figure(result)}
+
+    def expected_of(self, eval_model: EvalModel) -> bool:
+        """Of models with linear biases."""
+        model = eval_model.model_config
+        return model is not None and model.position == "alibi"
 
 
-def run_attention_span(eval_model: EvalModel, config: AttentionSpanConfig) -> dict[str, Any]:
-    """Measure a checkpoint's heads and store attention_span.json and attention_span.png.
-
-    Raises:
-        ConfigError: the model has no horizons, or num_tokens is too small for any.
-        DataError: no corpus, or one shorter than num_tokens.
-    """
+def _checked_decoder(eval_model: EvalModel, config: AttentionSpanConfig) -> Decoder:
     if eval_model.ranks.size > 1:
-        rule = "this eval is of one process"
+        rule = "this eval runs in one process"
         fix = "start it without deepspeed"
         raise ConfigError(Problem("ranks", eval_model.ranks.size, rule, fix))
     decoder = eval_model.decoder(dtype=DTYPES[config.precision])
     reason = pruning_unsupported_reason(decoder)
     if reason is not None:
-        fix = "this eval is of models with linear biases and no window"
+        fix = "this eval needs a model with linear biases and no window"
         raise ConfigError(Problem("model", decoder.config.position, reason, fix))
     if config.num_tokens <= DENSE_UP_TO:
-        rule = f"is too short to show a horizon: it must be above {DENSE_UP_TO:,}"
+        rule = f"is too short to show a span: it must be above {DENSE_UP_TO:,}"
         raise ConfigError(
             Problem("attention_span.num_tokens", config.num_tokens, rule, "give 32768")
         )
-    files = results.open_corpora(eval_model, config)[:1]
-    tokens = _text(files[0], config.num_tokens)
-    slopes = head_slopes(decoder.config)
-    assert slopes is not None
-    half = config.num_tokens // 2
-    count = min(config.num_queries, half)
-    positions = torch.linspace(half, config.num_tokens - 1, count).long().unique()
-    true = TrueReach(positions, config.num_tokens, slopes, config.pruning_tolerance)
-    report = LongScoringReport()
-    started = time.perf_counter()
-    losses = long_losses(decoder, tokens[:-1], tokens[1:], config.pruning_tolerance, report, true)
-    certified = report.heads()[:, half // BLOCK :]
-    rows = _rows(certified, true, slopes, config)
-    result = {
-        "eval": NAME,
-        **results.run_facts(eval_model),
-        "protocol": PROTOCOL,
-        "corpus": results.corpus_facts(files),
-        "num_tokens": config.num_tokens,
-        "num_queries": len(positions),
-        "pruning_tolerance": config.pruning_tolerance,
-        "precision": config.precision,
-        "loss": float(losses.double().mean()),
-        "seconds": round(time.perf_counter() - started, 3),
-        "slopes": list(slopes),
-        "rows": rows,
-        "composed": {kind: _composed(rows, kind) for kind in ("certified", "true")},
-        "inputs": results.inputs_of(eval_model, config, files),
-    }
-    result["verdict"] = verdict(result)
-    results.store(
-        eval_model, NAME, result, lambda found: {NAME: plots.attention_span_figure(found)}
-    )
-    return result
+    return decoder
 
 
 def _text(file: TokenFile, num_tokens: int) -> Tensor:
@@ -173,53 +184,26 @@ def _text(file: TokenFile, num_tokens: int) -> Tensor:
 
 
 def _rows(
-    certified: Tensor, true: TrueReach, slopes: tuple[float, ...], config: AttentionSpanConfig
-) -> list[dict[str, Any]]:
+    certified: Tensor, true: TrueSpans, slopes: tuple[float, ...], config: AttentionSpanConfig
+) -> list[HeadRow]:
     """One row a layer and head; `certified` is [layers, blocks, H]."""
     rows = []
-    for layer, (blocks, reaches, scores) in enumerate(
-        zip(certified, true.reaches, true.largest_scores, strict=True)
+    for layer, (blocks, spans, scores) in enumerate(
+        zip(certified, true.spans, true.largest_scores, strict=True)
     ):
         for head, slope in enumerate(slopes):
             largest = float(scores[head])
             rows.append(
-                {
-                    "layer": layer,
-                    "head": head,
-                    "slope": slope,
-                    "certified_median": int(blocks[:, head].median()),
-                    "certified_max": int(blocks[:, head].max()),
-                    "true_median": int(reaches[head].median()),
-                    "true_max": int(reaches[head].max()),
-                    "largest_score": largest,
-                    "prior": prior_attention_span(largest, slope, config.pruning_tolerance),
-                }
+                HeadRow(
+                    layer=layer,
+                    head=head,
+                    slope=slope,
+                    certified_median=int(blocks[:, head].median()),
+                    certified_max=int(blocks[:, head].max()),
+                    true_median=int(spans[head].median()),
+                    true_max=int(spans[head].max()),
+                    largest_score=largest,
+                    prior=prior_attention_span(largest, slope, config.pruning_tolerance),
+                )
             )
     return rows
-
-
-def _composed(rows: list[dict[str, Any]], kind: str) -> int:
-    layers = {row["layer"] for row in rows}
-    return sum(max(row[f"{kind}_max"] for row in rows if row["layer"] == layer) for layer in layers)
-
-
-def verdict(result: dict[str, Any]) -> dict[str, str]:
-    """What is proven, in a sentence."""
-    longest = max(result["rows"], key=lambda row: row["certified_max"])
-    half = result["num_tokens"] // 2
-    if longest["certified_max"] >= half:
-        return {
-            "word": "not bounded",
-            "text": f"No reach below {half:,} tokens, half of this text, could be proven for head "
-            f"{longest['head']} of layer {longest['layer']}: nothing is said of how far it reads.",
-            "caveat": "A longer text (attention_span.num_tokens) may show its horizon.",
-        }
-    return {
-        "word": "bounded",
-        "text": f"No head gives {result['pruning_tolerance']:g} of its probability to keys "
-        f"more than {longest['certified_max']:,} tokens back. Through all layers the output at a "
-        f"token depends on the last {result['composed']['certified']:,} tokens, beside such "
-        "remainders.",
-        "caveat": "Proven for the second half of this text. Of other text it need not hold; "
-        "scoring and decoding prove it anew for every input.",
-    }

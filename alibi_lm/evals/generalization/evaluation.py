@@ -7,24 +7,24 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
+from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from alibi_lm.data.tokenizer import Tokenizer
-from alibi_lm.evals import results
+from alibi_lm.evals.base import Eval, register
 from alibi_lm.evals.config import GeneralizationConfig
-from alibi_lm.evals.generalization.result import figure, lines, verdict
+from alibi_lm.evals.generalization import result as shown
+from alibi_lm.evals.generalization.result import GeneralizationCell, GeneralizationResult
 from alibi_lm.evals.models.base import EvalModel
 from alibi_lm.evals.models.scorer import Scorer, checked_scores
-from alibi_lm.evals.statistics import share
+from alibi_lm.evals.statistics import Share
 from alibi_lm.tasks.reasoning import END, TASKS, Question, question
 from alibi_lm.utils.errors import ConfigError, DataError, Problem
 from alibi_lm.utils.logging import console
 
-NAME = "generalization"
 DEFAULT_LENGTHS = tuple(range(5, 45, 5))
 PROTOCOL = (
     "A prompt is one problem up to its marker, from the first position on, as in training. Exact: "
@@ -54,16 +54,16 @@ class Tally:
     likely_tokens: int = 0
     loss: float = 0.0
 
-    def cell(self, task: str, items: int) -> dict[str, Any]:
+    def cell(self, task: str, items: int) -> GeneralizationCell:
         """The counts as rates, with the interval of the exact answers."""
-        return {
-            "task": task,
-            "items": items,
-            "trials": self.trials,
-            **share(self.exact, self.trials),
-            "teacher_forced": self.likely_tokens / self.tokens,
-            "loss": self.loss / self.tokens,
-        }
+        return GeneralizationCell(
+            **vars(Share.of(self.exact, self.trials)),
+            task=task,
+            items=items,
+            trials=self.trials,
+            teacher_forced=self.likely_tokens / self.tokens,
+            loss=self.loss / self.tokens,
+        )
 
 
 def make_trials(
@@ -151,60 +151,72 @@ def usable_lengths(
     return fitting
 
 
-def evaluate(
-    eval_model: EvalModel, config: GeneralizationConfig, *, force: bool = False
-) -> dict[str, Any]:
-    """`run_generalization` unless it is done already, and its result in the terminal.
+@register
+class Generalization(Eval[GeneralizationConfig, GeneralizationResult]):
+    """Problems with more items than were trained."""
 
-    Raises:
-        UserError: as `run_generalization`.
-    """
-    return results.run_or_load(eval_model, NAME, config, run_generalization, lines, force=force)
+    name = "generalization"
+    help = "Copying, addition and sorting with more items than were trained."
+    title = "Longer problems than trained"
+    config = GeneralizationConfig
+    result = GeneralizationResult
+    reads_corpus = False
+    template = "generalization.html"
 
+    def run(
+        self, eval_model: EvalModel, config: GeneralizationConfig, scorer: Scorer | None = None
+    ) -> GeneralizationResult:
+        """Ask all problems.
 
-def run_generalization(
-    eval_model: EvalModel, config: GeneralizationConfig, scorer: Scorer | None = None
-) -> dict[str, Any]:
-    """Ask all problems, store generalization.json and .png, and return the result.
+        Raises:
+            DataError: the model has no tokenizer, or one that cannot write the problems.
+            ConfigError: a length beyond the positions of the model.
+        """
+        tokenizer = eval_model.require_tokenizer("problems")
+        lengths = usable_lengths(eval_model, tokenizer, config)
+        scorer = scorer or eval_model.scorer(config.precision, scaling=config.scaling)
+        started = time.perf_counter()
+        cells = []
+        quiet = console.muted or None
+        with tqdm(total=len(config.tasks) * len(lengths), desc=self.name, disable=quiet) as bar:
+            for task in config.tasks:
+                for items in lengths:
+                    trials = make_trials(tokenizer, task, items, config)
+                    tally = score_trials(scorer, tokenizer, trials, config.batch_tokens)
+                    cells.append(tally.cell(task, items))
+                    bar.update()
+        examples = {task: make_trials(tokenizer, task, lengths[0], config)[0].asked
+                    for task in config.tasks}  # fmt: skip
+        return GeneralizationResult(
+            **self.common(eval_model, config),
+            protocol=PROTOCOL,
+            tasks=list(config.tasks),
+            lengths=lengths,
+            trained_items=config.trained_items,
+            threshold=config.threshold,
+            num_trials=config.num_trials,
+            seed=config.seed,
+            examples={task: "".join(asked.pieces[:2]) for task, asked in examples.items()},
+            precision=config.precision,
+            model=scorer.describe(),
+            seconds=round(time.perf_counter() - started, 3),
+            cells=cells,
+            verdict=shown.verdict(cells, config.trained_items, config.threshold),
+        )
 
-    Args:
-        scorer: what is judged instead of the subject's own model.
+    def table(self, result: GeneralizationResult) -> list[str]:
+        """Exact answers by task and length."""
+        return shown.table(result)
 
-    Raises:
-        DataError: the subject has no tokenizer, or one that cannot write the problems.
-        ConfigError: a length beyond the positions of the model.
-    """
-    tokenizer = eval_model.require_tokenizer("problems")
-    lengths = usable_lengths(eval_model, tokenizer, config)
-    scorer = scorer or eval_model.scorer(config.precision, scaling=config.scaling)
-    started = time.perf_counter()
-    cells = []
-    quiet = console.muted or None
-    with tqdm(total=len(config.tasks) * len(lengths), desc=NAME, disable=quiet) as bar:
-        for task in config.tasks:
-            for items in lengths:
-                trials = make_trials(tokenizer, task, items, config)
-                tally = score_trials(scorer, tokenizer, trials, config.batch_tokens)
-                cells.append(tally.cell(task, items))
-                bar.update()
-    examples = {task: make_trials(tokenizer, task, lengths[0], config)[0] for task in config.tasks}
-    result: dict[str, Any] = {
-        "eval": NAME,
-        **results.run_facts(eval_model),
-        "protocol": PROTOCOL,
-        "tasks": list(config.tasks),
-        "lengths": lengths,
-        "trained_items": config.trained_items,
-        "threshold": config.threshold,
-        "num_trials": config.num_trials,
-        "seed": config.seed,
-        "examples": {task: "".join(trial.asked.pieces[:2]) for task, trial in examples.items()},
-        "precision": config.precision,
-        "model": scorer.describe(),
-        "seconds": round(time.perf_counter() - started, 3),
-        "cells": cells,
-        "inputs": results.inputs_of(eval_model, config, results.open_corpora(eval_model, config)),
-    }
-    result["verdict"] = verdict(result)
-    results.store(eval_model, NAME, result, lambda found: {NAME: figure(found)})
-    return result
+    def figures(self, result: GeneralizationResult) -> dict[str, Figure]:
+        """Exact answers against items."""
+        return {self.name: shown.figure(result)}
+
+    def scalars(self, result: GeneralizationResult) -> Iterator[tuple[str, float]]:
+        """Share of exact answers by task and items."""
+        for cell in result.cells:
+            yield f"eval_generalization_{cell.task}/{cell.items}", cell.rate
+
+    def expected_of(self, eval_model: EvalModel) -> bool:
+        """Of models trained on such problems, which nobody can tell."""
+        return False

@@ -165,6 +165,11 @@ class EvalModel(ABC):
         """Where results are written by default."""
 
     @property
+    def default_engine(self) -> Engine | None:
+        """The engine that computes it where none is asked for, if it has more than one."""
+        return None
+
+    @property
     def settings(self) -> dict[str, Any]:
         """What the user chose of it, and a result depends on, beside the weights."""
         length = self.options.training_length

@@ -92,6 +92,11 @@ class HuggingFaceModel(EvalModel):
         return RESULTS / f"{name}-{self.digest[:8]}"
 
     @property
+    def default_engine(self) -> Engine | None:
+        """This project's own model, where it can compute the folder."""
+        return "native" if loading.why_not_native(self.folder) is None else "hf"
+
+    @property
     def settings(self) -> dict[str, Any]:
         """The user's, and what computes it."""
         return {**super().settings, "engine": self.engine}

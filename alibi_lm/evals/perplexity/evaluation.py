@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from alibi_lm.evals import results
+from alibi_lm.evals.base import Comparison, Eval, Verdict, chosen_lengths, register
 from alibi_lm.evals.config import PerplexityConfig
 from alibi_lm.evals.models.base import EvalModel
 from alibi_lm.evals.models.scorer import Scorer
-from alibi_lm.evals.perplexity import protocols
+from alibi_lm.evals.perplexity import display, protocols
 from alibi_lm.evals.perplexity.documents import (
     Documents,
     choose_documents,
@@ -23,6 +24,14 @@ from alibi_lm.evals.perplexity.documents import (
     target_bytes,
 )
 from alibi_lm.evals.perplexity.protocols import target_losses
+from alibi_lm.evals.perplexity.result import (
+    ByPosition,
+    LengthRow,
+    PerplexityResult,
+    ScoredCorpus,
+    TruncatedContext,
+    Windows,
+)
 from alibi_lm.evals.perplexity.truncated_context import (
     TRUNCATED_CONTEXT,
     Sample,
@@ -30,20 +39,17 @@ from alibi_lm.evals.perplexity.truncated_context import (
     draw,
     loss_gap_rows,
 )
+from alibi_lm.evals.perplexity.verdicts import context_verdict, perplexity_verdict
 from alibi_lm.evals.perplexity.windows import (
     Window,
     fixed_target_windows,
     non_overlapping_windows,
     sliding_windows,
 )
-from alibi_lm.evals.report import plots
-from alibi_lm.evals.report.tables import perplexity_lines
-from alibi_lm.evals.statistics import as_list, bootstrap_perplexity
-from alibi_lm.evals.verdicts import context_verdict, perplexity_verdict
+from alibi_lm.evals.statistics import bootstrap_perplexity
 from alibi_lm.utils.errors import CheckpointError, ConfigError, Problem
 from alibi_lm.utils.logging import console
 
-NAME = "perplexity"
 LARGEST_LOSS = 700
 """Nats a token: no language model's loss, and no float holds a perplexity of much more."""
 
@@ -57,7 +63,7 @@ class Scores:
     longest: list[np.ndarray]
     """Of each target of each document, at the longest length."""
     sampled: np.ndarray | None
-    """`[lengths, n]`, of the null model's sample, where there is one."""
+    """`[lengths, n]`, of the truncated-context baseline's sample, where there is one."""
 
 
 def score_windows(
@@ -70,12 +76,12 @@ def score_windows(
     """Every target of every document at each length."""
     sums = np.zeros((len(lengths), len(documents)))
     sampled = []
-    with _bar(len(lengths) * sum(len(document) - 1 for document in documents), NAME) as bar:
+    with _bar(len(lengths) * sum(len(document) - 1 for document in documents), "perplexity") as bar:
         for row, length in enumerate(lengths):
             bar.set_postfix_str(f"length {length}")
             windows = non_overlapping_windows(documents, length)
             losses = target_losses(scorer, documents, windows, batch_tokens, bar)
-            sums[row] = [own.sum() for own in losses]
+            sums[row] = [each.sum() for each in losses]
             if sample is not None:
                 sampled.append(sample.of(losses))
     return Scores(sums, losses, np.stack(sampled) if sample is not None else None)
@@ -85,82 +91,112 @@ def _bar(total: int, name: str) -> tqdm[Any]:
     return tqdm(total=total, unit="tok", unit_scale=True, desc=name, disable=console.muted or None)
 
 
-def evaluate(
-    eval_model: EvalModel, config: PerplexityConfig, *, force: bool = False
-) -> dict[str, Any]:
-    """`run_perplexity` unless it is done already, and its result in the terminal.
+@register
+class Perplexity(Eval[PerplexityConfig, PerplexityResult]):
+    """Perplexity by window length, over the same targets at every length."""
 
-    Raises:
-        UserError: as `run_perplexity`.
-    """
-    return results.run_or_load(
-        eval_model, NAME, config, run_perplexity, perplexity_lines, force=force
-    )
+    name = "perplexity"
+    help = "Perplexity by length, over the same tokens at every length."
+    title = "Perplexity by window length"
+    config = PerplexityConfig
+    result = PerplexityResult
+    template = "perplexity.html"
 
+    def run(
+        self, eval_model: EvalModel, config: PerplexityConfig, scorer: Scorer | None = None
+    ) -> PerplexityResult:
+        """Score a model.
 
-def run_perplexity(
-    eval_model: EvalModel, config: PerplexityConfig, scorer: Scorer | None = None
-) -> dict[str, Any]:
-    """Score a checkpoint, store perplexity.json and perplexity.png, and return the result.
+        Raises:
+            DataError: no corpus, or no document longer than the longest length.
+            ConfigError: a length that the model cannot take.
+            CheckpointError: the model's losses are not finite.
+        """
+        lengths = chosen_lengths(eval_model, config.lengths)
+        _check_protocols(config, lengths)
+        files = self.open_corpora(eval_model, config)
+        documents = choose_documents(files, lengths[-1], config.max_tokens)
+        scorer = scorer or eval_model.scorer(
+            config.precision, config.pruning_tolerance, config.scaling
+        )
+        training_length = eval_model.training_length
+        context_length = config.truncated_context_length or training_length
+        sample = None
+        if config.truncated_context_targets is not None and lengths[-1] > context_length:
+            sample = draw(documents.tokens, config.truncated_context_targets, config.seed)
+        started = time.perf_counter()
+        scores = score_windows(scorer, documents.tokens, lengths, config.batch_tokens, sample)
+        seconds = time.perf_counter() - started
+        _check_finite(eval_model, scores.sums, documents.num_targets, lengths)
+        sizes = target_bytes(documents.tokens, eval_model.tokenizer())
+        windows = [non_overlapping_windows(documents.tokens, length) for length in lengths]
+        rows = length_rows(
+            scores.sums, documents.num_targets, sizes, lengths, training_length, windows
+        )
+        num_targets = int(documents.num_targets.sum())
+        common = self.common(eval_model, config, files)
+        common["corpus"] = [
+            ScoredCorpus(**vars(info), num_long_documents=count)
+            for info, count in zip(common["corpus"], documents.num_long, strict=True)
+        ]
+        sliding, fixed_target = _other_windows(eval_model, config, scorer, documents, lengths)
+        baseline = _truncated_context(
+            config, scorer, documents, lengths, context_length, sample, scores.sampled
+        )
+        by_position = protocols.position_rows(scores.longest, lengths[-1])
+        return PerplexityResult(
+            **common,
+            protocol=protocols.WINDOWS,
+            lengths=lengths,
+            stride=lengths,
+            num_documents=len(documents.tokens),
+            num_tokens=num_targets,
+            num_bytes=None if sizes is None else int(sizes.sum()),
+            precision=config.precision,
+            model=scorer.describe(),
+            seconds=round(seconds, 3),
+            tokens_per_second=round(num_targets * len(lengths) / max(seconds, 1e-9), 1),
+            rows=rows,
+            verdict=perplexity_verdict(rows, training_length),
+            sliding=sliding,
+            fixed_target=fixed_target,
+            by_position=ByPosition(
+                protocol=protocols.BY_POSITION, length=lengths[-1], rows=by_position
+            ),
+            truncated_context=baseline,
+        )
 
-    Args:
-        scorer: what is scored instead of the checkpoint's own weights.
+    def table(self, result: PerplexityResult) -> list[str]:
+        """Perplexity by length, protocol by protocol."""
+        return display.table(result)
 
-    Raises:
-        DataError: no corpus, or no document longer than the longest length.
-        ConfigError: a length that the model cannot take.
-        CheckpointError: the model's losses are not finite.
-    """
-    lengths = results.chosen_lengths(eval_model, config)
-    _check_protocols(config, lengths)
-    files = results.open_corpora(eval_model, config)
-    documents = choose_documents(files, lengths[-1], config.max_tokens)
-    scorer = scorer or eval_model.scorer(config.precision, config.pruning_tolerance, config.scaling)
-    training_length = eval_model.training_length
-    reach = config.truncated_context_length or training_length
-    sample = None
-    if config.truncated_context_targets is not None and lengths[-1] > reach:
-        sample = draw(documents.tokens, config.truncated_context_targets, config.seed)
-    started = time.perf_counter()
-    scores = score_windows(scorer, documents.tokens, lengths, config.batch_tokens, sample)
-    seconds = time.perf_counter() - started
-    _check_finite(eval_model, scores.sums, documents.num_targets, lengths)
-    sizes = target_bytes(documents.tokens, eval_model.tokenizer())
-    windows = [non_overlapping_windows(documents.tokens, length) for length in lengths]
-    rows = length_rows(scores.sums, documents.num_targets, sizes, lengths, training_length, windows)
-    num_targets = int(documents.num_targets.sum())
-    result = {
-        "eval": NAME,
-        **results.run_facts(eval_model),
-        "protocol": protocols.WINDOWS,
-        "lengths": lengths,
-        "stride": lengths,
-        "corpus": [
-            {**facts, "num_long_documents": count}
-            for facts, count in zip(results.corpus_facts(files), documents.num_long, strict=True)
-        ],
-        "num_documents": len(documents.tokens),
-        "num_tokens": num_targets,
-        "num_bytes": None if sizes is None else int(sizes.sum()),
-        "precision": config.precision,
-        "model": scorer.describe(),
-        "seconds": round(seconds, 3),
-        "tokens_per_second": round(num_targets * len(lengths) / max(seconds, 1e-9), 1),
-        "rows": rows,
-        "verdict": perplexity_verdict(rows, training_length),
-        **_other_protocols(eval_model, config, scorer, documents, lengths),
-        "by_position": {
-            "protocol": protocols.BY_POSITION,
-            "length": lengths[-1],
-            "rows": protocols.position_rows(scores.longest, lengths[-1]),
-        },
-        "truncated_context": _null(
-            config, scorer, documents, lengths, reach, sample, scores.sampled
-        ),
-        "inputs": results.inputs_of(eval_model, config, files),
-    }
-    results.store(eval_model, NAME, result, lambda found: {NAME: plots.perplexity_figure(found)})
-    return result
+    def figures(self, result: PerplexityResult) -> dict[str, Figure]:
+        """Perplexity against window length."""
+        return {self.name: display.figure(result)}
+
+    def scalars(self, result: PerplexityResult) -> Iterator[tuple[str, float]]:
+        """Perplexity, bits per byte and loss gap by length."""
+        for row in result.rows:
+            yield f"eval_perplexity/{row.length}", row.perplexity
+            if row.bits_per_byte is not None:
+                yield f"eval_bits_per_byte/{row.length}", row.bits_per_byte
+        for gap in result.truncated_context.rows if result.truncated_context else ():
+            yield f"eval_loss_gap/{gap.length}", gap.loss_gap
+
+    def verdicts(self, result: PerplexityResult) -> list[Verdict]:
+        """Of perplexity by length, and of the truncated-context baseline."""
+        baseline = result.truncated_context
+        return [result.verdict, *([baseline.verdict] if baseline else [])]
+
+    def compare(self, results: Mapping[str, PerplexityResult]) -> Comparison:
+        """Perplexity and bits per byte at each length."""
+        return display.compare(results)
+
+    def comparable(self, first: PerplexityResult, second: PerplexityResult) -> bool:
+        """Whether two results are of the same text: as many bytes, or else tokens."""
+        if first.num_bytes is not None and second.num_bytes is not None:
+            return first.num_bytes == second.num_bytes
+        return first.num_tokens == second.num_tokens
 
 
 def _check_protocols(config: PerplexityConfig, lengths: Sequence[int]) -> None:
@@ -178,66 +214,69 @@ def _check_protocols(config: PerplexityConfig, lengths: Sequence[int]) -> None:
         raise ConfigError(*problems)
 
 
-def _other_protocols(
+def _other_windows(
     eval_model: EvalModel,
     config: PerplexityConfig,
     scorer: Scorer,
     documents: Documents,
     lengths: Sequence[int],
-) -> dict[str, Any]:
-    """Results with sliding windows and with fixed targets, None where they were not asked for."""
-    tokens, training_length = documents.tokens, eval_model.training_length
-    found: dict[str, Any] = {"sliding": None, "fixed_target": None}
-    every = {
-        "sliding": [sliding_windows(tokens, length, config.stride or 1) for length in lengths]
-        if config.stride else None,
-        "fixed_target": [fixed_target_windows(tokens, n, config.fixed_targets) for n in lengths]
-        if config.fixed_targets else None,
-    }  # fmt: skip
-    for name, windows in every.items():
-        if windows is None:
-            continue
-        counts, sizes = documents.num_targets, target_bytes(tokens, eval_model.tokenizer())
-        facts: dict[str, Any] = {"protocol": protocols.SLIDING, "stride": config.stride}
-        if name == "fixed_target":
-            num = config.fixed_targets or 0
-            counts = np.full(len(tokens), num)
-            sizes = tail_bytes(tokens, eval_model.tokenizer(), num)
-            facts = {"protocol": protocols.FIXED_TARGET, "num_targets": num}
+) -> tuple[Windows | None, Windows | None]:
+    """Results with sliding windows, and with fixed targets; None where not asked for."""
+    tokens, tokenizer = documents.tokens, eval_model.tokenizer()
+
+    def scored(
+        name: str, protocol: str, windows: Sequence[Sequence[Window]], counts: np.ndarray,
+        sizes: np.ndarray | None, **setting: int,
+    ) -> Windows:  # fmt: skip
         started = time.perf_counter()
         with _bar(int(counts.sum()) * len(lengths), name) as bar:
-            sums = np.stack([
+            every = [
                 protocols.document_sums(scorer, tokens, some, config.batch_tokens, bar)
                 for some in windows
-            ])  # fmt: skip
+            ]
+        sums = np.stack(every)
         _check_finite(eval_model, sums, counts, lengths)
+        rows = length_rows(sums, counts, sizes, lengths, eval_model.training_length, windows)
         seconds = round(time.perf_counter() - started, 3)
-        rows = length_rows(sums, counts, sizes, lengths, training_length, windows)
-        found[name] = {**facts, "num_tokens": int(counts.sum()), "seconds": seconds, "rows": rows}
-    return found
+        total = int(counts.sum())
+        return Windows(protocol=protocol, num_tokens=total, seconds=seconds, rows=rows, **setting)
+
+    sliding = fixed_target = None
+    if stride := config.stride:
+        windows = [sliding_windows(tokens, length, stride) for length in lengths]
+        counts, sizes = documents.num_targets, target_bytes(tokens, tokenizer)
+        sliding = scored("sliding", protocols.SLIDING, windows, counts, sizes, stride=stride)
+    if num := config.fixed_targets:
+        windows = [fixed_target_windows(tokens, length, num) for length in lengths]
+        counts, sizes = np.full(len(tokens), num), tail_bytes(tokens, tokenizer, num)
+        fixed_target = scored(
+            "fixed_target", protocols.FIXED_TARGET, windows, counts, sizes, num_targets=num
+        )
+    return sliding, fixed_target
 
 
-def _null(
+def _truncated_context(
     config: PerplexityConfig,
     scorer: Scorer,
     documents: Documents,
     lengths: Sequence[int],
-    reach: int,
+    context_length: int,
     sample: Sample | None,
     observed: np.ndarray | None,
-) -> dict[str, Any] | None:
+) -> TruncatedContext | None:
     if sample is None or observed is None:
         return None
-    cut = cut_losses(scorer, documents.tokens, sample, reach, lengths, config.batch_tokens)
-    rows = loss_gap_rows(sample, observed, cut, lengths, reach)
-    return {
-        "protocol": TRUNCATED_CONTEXT,
-        "reach": reach,
-        "num_targets": len(sample.target),
-        "seed": config.seed,
-        "rows": rows,
-        "verdict": context_verdict(rows, reach),
-    }
+    tokens = documents.tokens
+    cut = cut_losses(scorer, tokens, sample, context_length, lengths, config.batch_tokens)
+    rows = loss_gap_rows(sample, observed, cut, lengths, context_length)
+    return TruncatedContext(
+        protocol=TRUNCATED_CONTEXT,
+        context_length=context_length,
+        num_targets=len(sample.target),
+        seed=config.seed,
+        rows=rows,
+        verdict=context_verdict(rows, context_length),
+    )
 
 
 def _check_finite(
@@ -259,7 +298,7 @@ def length_rows(
     lengths: Sequence[int],
     training_length: int,
     windows: Sequence[Sequence[Window]],
-) -> list[dict[str, Any]]:
+) -> list[LengthRow]:
     """One row a length: perplexity, bits per byte, ratio to the training length, intervals.
 
     Args:
@@ -277,20 +316,20 @@ def length_rows(
     means = losses.sum(1) / num_targets.sum()
     intervals = bootstrap_perplexity(losses, num_targets, reference)
     total_bytes = 0 if num_bytes is None else int(num_bytes.sum())
-    rows: list[dict[str, Any]] = []
+    rows = []
     for i, length in enumerate(lengths):
         bits = losses[i].sum() / math.log(2)
         rows.append(
-            {
-                "length": length,
-                "multiple": length / training_length,
-                "num_windows": len(windows[i]),
-                "loss": float(means[i]),
-                "perplexity": math.exp(means[i]),
-                "perplexity_interval": as_list(intervals.perplexity[i] if intervals else None),
-                "bits_per_byte": float(bits / total_bytes) if total_bytes else None,
-                "ratio": math.exp(means[i] - means[reference]) if known else None,
-                "ratio_interval": as_list(intervals.ratio[i] if intervals and known else None),
-            }
+            LengthRow(
+                length=length,
+                multiple=length / training_length,
+                num_windows=len(windows[i]),
+                loss=float(means[i]),
+                perplexity=math.exp(means[i]),
+                perplexity_interval=intervals.perplexity[i] if intervals else None,
+                bits_per_byte=float(bits / total_bytes) if total_bytes else None,
+                ratio=math.exp(means[i] - means[reference]) if known else None,
+                ratio_interval=intervals.ratio[i] if intervals and known else None,
+            )
         )
     return rows

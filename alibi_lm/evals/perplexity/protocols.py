@@ -13,8 +13,9 @@ import torch
 from tqdm import tqdm
 
 from alibi_lm.evals.models.scorer import Scorer
+from alibi_lm.evals.perplexity.result import PositionRow
 from alibi_lm.evals.perplexity.windows import Window, window_batches
-from alibi_lm.evals.statistics import as_list, bootstrap_means
+from alibi_lm.evals.statistics import bootstrap_means
 
 WINDOWS = (
     "Non-overlapping windows. Window L of a document x takes inputs x[s:s+L] and targets "
@@ -50,7 +51,7 @@ def window_losses(
     batch_tokens: int,
     bar: tqdm[Any] | None = None,
 ) -> Iterator[tuple[Window, np.ndarray]]:
-    """Each window, in no certain order, with the losses of its scored targets (float64, nats)."""
+    """Each window, in any order, with the losses of its scored targets (float64, nats)."""
     equal = getattr(scorer, "length_dependent", False)
     for batch in window_batches(documents, windows, batch_tokens, scorer.dp_size, equal=equal):
         losses = scorer.token_losses(torch.from_numpy(batch.tokens)).double().numpy()
@@ -68,10 +69,10 @@ def target_losses(
     bar: tqdm[Any] | None = None,
 ) -> list[np.ndarray]:
     """Losses of tokens 1 to N-1 of each document `[N - 1]`; the windows score each target once."""
-    found = [np.full(len(document) - 1, np.nan) for document in documents]
+    losses_of = [np.full(len(document) - 1, np.nan) for document in documents]
     for window, losses in window_losses(scorer, documents, windows, batch_tokens, bar):
-        found[window.document][window.first - 1 : window.stop - 1] = losses
-    return found
+        losses_of[window.document][window.first - 1 : window.stop - 1] = losses
+    return losses_of
 
 
 def document_sums(
@@ -88,7 +89,7 @@ def document_sums(
     return sums
 
 
-def position_rows(losses: Sequence[np.ndarray], length: int) -> list[dict[str, Any]]:
+def position_rows(losses: Sequence[np.ndarray], length: int) -> list[PositionRow]:
     """Mean loss by tokens of context, in ranges that double: 1, 2-3, 4-7, ... up to `length`.
 
     Args:
@@ -105,12 +106,12 @@ def position_rows(losses: Sequence[np.ndarray], length: int) -> list[dict[str, A
             continue
         intervals = bootstrap_means(sums[None], counts)
         rows.append(
-            {
-                "first": first,
-                "last": stop - 1,
-                "num_targets": int(counts.sum()),
-                "loss": float(sums.sum() / counts.sum()),
-                "loss_interval": as_list(intervals[0] if intervals else None),
-            }
+            PositionRow(
+                first=first,
+                last=stop - 1,
+                num_targets=int(counts.sum()),
+                loss=float(sums.sum() / counts.sum()),
+                loss_interval=intervals[0] if intervals else None,
+            )
         )
     return rows

@@ -1,8 +1,8 @@
-"""The null model: what a model scores when its input is cut to the last L tokens.
+"""The truncated-context baseline: the model's own score with its input cut to the last L tokens.
 
 Perplexity in longer windows falls even for a model that never uses more than L tokens of context,
-because fewer of its targets stand near a window's start. Whether it uses more shows in the paired
-difference to its own score with the cut input, and in nothing less.
+because fewer of its targets stand near a window's start. Whether it uses more shows only in the
+paired difference to its own score with the cut input.
 """
 
 from __future__ import annotations
@@ -10,49 +10,55 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from alibi_lm.evals.models.scorer import Scorer
 from alibi_lm.evals.perplexity.protocols import window_losses
+from alibi_lm.evals.perplexity.result import LossGapRow
 from alibi_lm.evals.perplexity.windows import Window
-from alibi_lm.evals.statistics import MIN_DOCUMENTS, as_list, bootstrap_means
+from alibi_lm.evals.statistics import MIN_DOCUMENTS, bootstrap_means
 
 TRUNCATED_CONTEXT = (
-    "Null model of reach L. One seeded sample of targets, the same at every length. A target with "
-    "q tokens of context in its non-overlapping window is scored again with the input cut to the "
-    "last min(q, L) tokens. Excess = its loss less that one, in nats, paired target by target (0 "
+    "Truncated-context baseline of L tokens. One seeded sample of targets, the same at every "
+    "length. A target with q tokens of context in its non-overlapping window is scored again with "
+    "the input cut to the last min(q, L) tokens. Loss gap = its loss less that one, in nats, paired target by target (0 "
     "where nothing is cut), averaged over the whole sample; below 0: context beyond L helps. "
     "Interval: 95% percentile bootstrap over documents."
 )
 
 
 def truncated_context_loss(
-    first_loss: float, sliding_loss: float, reach: int, length: int
+    first_loss: float, sliding_loss: float, context_length: int, length: int
 ) -> float:
-    """Mean loss, in non-overlapping windows of `length`, of a model that uses `reach` tokens only.
+    """Mean loss, in non-overlapping windows of `length`, of a model that uses L tokens only.
 
     [L p0 + (length - L) ps] / length: a window's first L targets cost what they cost in a window
     of L, all others what they cost with exactly L tokens of context.
 
     Args:
-        first_loss: p0, its mean loss in non-overlapping windows of L = `reach`, nats.
+        first_loss: p0, its mean loss in non-overlapping windows of L = `context_length`, nats.
         sliding_loss: ps, its mean loss in sliding windows of L with stride 1.
-        reach: L.
+        context_length: L.
         length: at least L.
 
     Raises:
-        ValueError: `length` is less than `reach`.
+        ValueError: `length` is less than `context_length`.
     """
-    if not 1 <= reach <= length:
-        raise ValueError(f"a window of {length} tokens is shorter than the reach of {reach}")
-    return (reach * first_loss + (length - reach) * sliding_loss) / length
+    if not 1 <= context_length <= length:
+        raise ValueError(
+            f"a window of {length} tokens is shorter than the context of {context_length}"
+        )
+    return (context_length * first_loss + (length - context_length) * sliding_loss) / length
 
 
-def truncated_context_perplexity(first: float, sliding: float, reach: int, length: int) -> float:
+def truncated_context_perplexity(
+    first: float, sliding: float, context_length: int, length: int
+) -> float:
     """`truncated_context_loss` for perplexities."""
-    return math.exp(truncated_context_loss(math.log(first), math.log(sliding), reach, length))
+    return math.exp(
+        truncated_context_loss(math.log(first), math.log(sliding), context_length, length)
+    )
 
 
 @dataclass(frozen=True)
@@ -89,20 +95,21 @@ def cut_losses(
     scorer: Scorer,
     documents: Sequence[np.ndarray],
     sample: Sample,
-    reach: int,
+    context_length: int,
     lengths: Sequence[int],
     batch_tokens: int,
 ) -> np.ndarray:
-    """Losses `[n]` with `reach` tokens of context; NaN where no length gives more than that."""
+    """Losses `[n]` with so many tokens of context; NaN where no length gives more than that."""
     longest = np.max([sample.context(length) for length in lengths], axis=0)
     places = {
-        (int(sample.document[i]), int(sample.target[i])): i for i in np.flatnonzero(longest > reach)
+        (int(sample.document[i]), int(sample.target[i])): i
+        for i in np.flatnonzero(longest > context_length)
     }
-    windows = [Window(d, target - reach, target, target + 1) for d, target in places]
-    found = np.full(len(sample.target), np.nan)
+    windows = [Window(d, target - context_length, target, target + 1) for d, target in places]
+    cut = np.full(len(sample.target), np.nan)
     for window, losses in window_losses(scorer, documents, windows, batch_tokens):
-        found[places[window.document, window.first]] = losses[0]
-    return found
+        cut[places[window.document, window.first]] = losses[0]
+    return cut
 
 
 def loss_gap_rows(
@@ -110,37 +117,37 @@ def loss_gap_rows(
     observed: np.ndarray,
     cut: np.ndarray,
     lengths: Sequence[int],
-    reach: int,
-) -> list[dict[str, Any]]:
-    """Loss, null loss and excess at each length, nats a target.
+    context_length: int,
+) -> list[LossGapRow]:
+    """Loss, loss of the baseline and their difference at each length, nats a target.
 
     Args:
         sample: n targets.
         observed: `[lengths, n]`: losses in non-overlapping windows.
         cut: `[n]`: losses of `cut_losses`.
         lengths: window lengths.
-        reach: L.
+        context_length: L.
     """
     owners, index = np.unique(sample.document, return_inverse=True)
     counts = np.bincount(index, minlength=len(owners))
     rows = []
     for losses, length in zip(observed, lengths, strict=True):
-        beyond = sample.context(length) > reach
-        null = np.where(beyond, cut, losses)
-        differences = losses - null
+        beyond = sample.context(length) > context_length
+        baseline = np.where(beyond, cut, losses)
+        differences = losses - baseline
         # Documents of which no target is cut say nothing, however sure their zeros look.
-        telling = not beyond.any() or len(np.unique(index[beyond])) >= MIN_DOCUMENTS
+        enough = not beyond.any() or len(np.unique(index[beyond])) >= MIN_DOCUMENTS
         sums = np.bincount(index, differences, minlength=len(owners))
-        intervals = bootstrap_means(sums[None], counts) if telling else None
+        intervals = bootstrap_means(sums[None], counts) if enough else None
         rows.append(
-            {
-                "length": length,
-                "num_cut": int(beyond.sum()),
-                "share_cut": float(beyond.mean()),
-                "loss": float(losses.mean()),
-                "truncated_context_loss": float(null.mean()),
-                "loss_gap": float(differences.mean()),
-                "loss_gap_interval": as_list(intervals[0] if intervals else None),
-            }
+            LossGapRow(
+                length=length,
+                num_cut=int(beyond.sum()),
+                share_cut=float(beyond.mean()),
+                loss=float(losses.mean()),
+                truncated_context_loss=float(baseline.mean()),
+                loss_gap=float(differences.mean()),
+                loss_gap_interval=intervals[0] if intervals else None,
+            )
         )
     return rows

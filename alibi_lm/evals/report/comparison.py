@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from alibi_lm.evals import results
+from alibi_lm.evals.base import Comparison, Eval, Result
 from alibi_lm.evals.models.base import EvalModel
-from alibi_lm.evals.report import comparison_plots, html_pages
+from alibi_lm.evals.registry import EVALS
+from alibi_lm.evals.report import html_pages
 from alibi_lm.utils.errors import ConfigError, DataError, Problem
 from alibi_lm.utils.files import write_text
 
-EVALS = ("perplexity", "needle", "retrieval", "generalization", "attention_span")
 PAGE = "comparison.html"
 
-Found = Mapping[str, dict[str, Any]]
-"""Results of one eval by the model's name."""
+
+@dataclass(frozen=True)
+class Measured:
+    """The comparable results of one eval."""
+
+    each: Eval[Any, Any]
+    results: Mapping[str, Result]
+    """By the model's name."""
+    notes: Sequence[str]
+    """A line for each model or result that is left out."""
 
 
 def names_of(eval_models: Sequence[EvalModel]) -> list[str]:
-    """A short name of each model, its whole argument where short ones are alike.
+    """A short name of each model; its whole argument where short names are alike.
 
     Raises:
         ConfigError: a model is named twice.
@@ -45,58 +55,100 @@ def write_comparison(eval_models: Sequence[EvalModel], path: Path) -> Path:
 
     Raises:
         ConfigError: fewer than two models, or one twice.
-        DataError: nothing has been measured on any of them, or perplexities of different texts.
+        DataError: nothing has been measured on any of them, or nothing that can be compared.
     """
     if len(eval_models) < 2:
         rule = "is the only model"
         raise ConfigError(Problem("RUN", eval_models[0].argument, rule, "name at least two"))
     names = names_of(eval_models)
-    found: dict[str, Found] = {}
-    for name in EVALS:
-        stored = {
-            label: results.stored(eval_model, name)
-            for label, eval_model in zip(names, eval_models, strict=True)
-        }
-        found[name] = {label: result for label, result in stored.items() if result is not None}
-    if not any(found.values()):
+    models = dict(zip(names, eval_models, strict=True))
+    found = [part for each in EVALS.values() if (part := _measured(each, models))]
+    if not found:
         rule = "none of them has been measured"
         fix = "run alibi-lm eval perplexity on each"
         raise DataError(Problem(", ".join(names), None, rule, fix))
-    _check_same_text(found["perplexity"])
-    figures = comparison_plots.figures(found)
-    pictures = {}
-    for name, figure in figures.items():
-        pictures[name] = html_pages.picture(figure, path.with_name(f"{path.stem}_{name}.png"))
     page = html_pages.render(
         "alibi_lm.evals.report",
         PAGE,
         names=names,
-        models=[
-            _facts(name, eval_model) for name, eval_model in zip(names, eval_models, strict=True)
-        ],
-        pictures=pictures,
-        perplexity=perplexity_table(found["perplexity"]),
-        retrieval=retrieval_table(found["needle"], found["retrieval"]),
+        models=[_facts(name, eval_model) for name, eval_model in models.items()],
+        parts=[_part(part, path) for part in found],
+        unmeasured=unmeasured(names, found),
         verdicts=verdict_rows(names, found),
     )
     write_text(path, page)
     return path
 
 
-def _check_same_text(found: Found) -> None:
-    """Perplexities of different tokens cannot stand side by side; bits per byte can, of one text.
+def _measured(each: Eval[Any, Any], models: Mapping[str, EvalModel]) -> Measured | None:
+    """The comparable results of most models; None where the eval was run on none.
+
+    Of a model with several comparable results the first one of `results.stored` is taken.
 
     Raises:
-        DataError: two models were scored on documents of different text.
+        DataError: several models have results, and no two of them are comparable.
     """
-    sizes = {name: result["num_bytes"] for name, result in found.items()}
-    counts = {name: result["num_tokens"] for name, result in found.items()}
-    known = {size for size in sizes.values() if size is not None}
-    if len(known) > 1 or (None in sizes.values() and len(set(counts.values())) > 1):
-        measured = ", ".join(f"{name}: {sizes[name] or counts[name]:,}" for name in found)
-        rule = f"were scored on different texts (bytes or tokens: {measured})"
-        fix = "score them with the same corpus, longest length and max_tokens"
-        raise DataError(Problem(", ".join(found), None, rule, fix))
+    stored = {name: results.stored(each, model) for name, model in models.items()}
+    stored = {name: entries for name, entries in stored.items() if entries}
+    chosen: dict[str, results.Stored[Any]] = {}
+    for candidate in (entry.result for entries in stored.values() for entry in entries):
+        comparable = {
+            name: entry
+            for name, entries in stored.items()
+            for entry in reversed(entries)  # the first one of the model is set last
+            if each.comparable(candidate, entry.result)
+        }
+        if len(comparable) > len(chosen):
+            chosen = comparable
+    if not chosen:
+        return None
+    if len(chosen) == 1 < len(stored):
+        texts = ", ".join(
+            f"{name}: {', '.join(file.prefix for file in entries[0].result.corpus)}"
+            for name, entries in stored.items()
+        )
+        rule = f"{each.name} was measured on different texts ({texts})"
+        fix = "measure it with the same corpus, longest length and max_tokens"
+        raise DataError(Problem(", ".join(stored), None, rule, fix))
+    return Measured(each, {name: entry.result for name, entry in chosen.items()},
+                    _notes(models, stored, chosen))  # fmt: skip
+
+
+def _notes(
+    models: Mapping[str, EvalModel],
+    stored: Mapping[str, Sequence[results.Stored[Any]]],
+    chosen: Mapping[str, results.Stored[Any]],
+) -> list[str]:
+    notes = []
+    for name in models:
+        if name not in stored:
+            notes.append(f"{name}: not measured")
+        elif name not in chosen:
+            notes.append(f"{name}: measured on another text, so it is left out")
+        else:
+            shown = chosen[name]
+            notes += [
+                f"{name}: {entry.path.name} is left out ({entry.differences(shown.result)})"
+                for entry in stored[name]
+                if entry.path != shown.path
+            ]
+    return notes
+
+
+def unmeasured(names: Sequence[str], found: Sequence[Measured]) -> list[str]:
+    """Models on which nothing has been measured."""
+    return [name for name in names if not any(name in part.results for part in found)]
+
+
+def _part(part: Measured, path: Path) -> dict[str, Any]:
+    """An eval's section of the page; its pictures are written beside the page."""
+    compared = part.each.compare(part.results) or Comparison()
+    pictures = {
+        name: html_pages.picture(figure, path.with_name(f"{path.stem}_{name}.png"))
+        for name, figure in compared.figures.items()
+    }
+    return {"title": part.each.title, "compared": compared, "pictures": pictures,
+            "notes": part.notes}  # fmt: skip
 
 
 def _facts(name: str, eval_model: EvalModel) -> dict[str, str]:
@@ -111,53 +163,12 @@ def _facts(name: str, eval_model: EvalModel) -> dict[str, str]:
     }
 
 
-def perplexity_table(found: Found) -> dict[str, Any] | None:
-    """Perplexity and bits per byte of each model at each length."""
-    if not found:
-        return None
-    lengths = sorted({row["length"] for result in found.values() for row in result["rows"]})
-    rows = []
-    for name, result in found.items():
-        own = {row["length"]: row for row in result["rows"]}
-        null = (result.get("truncated_context") or {}).get("verdict")
-        rows.append({
-            "name": name,
-            "trained": result["training_length"],
-            "cells": [own.get(length) for length in lengths],
-            "truncated_context": null["word"] if null else None,
-        })  # fmt: skip
-    return {"lengths": lengths, "rows": rows}
-
-
-def retrieval_table(needle: Found, retrieval: Found) -> list[dict[str, Any]]:
-    """Needles, and each retrieval task, by length: one row a model and task."""
-    rows = []
-    for name, result in needle.items():
-        scores = {row["length"]: row["ranking"]["rate"] for row in result["by_length"]}
-        rows.append({"task": "needle (ranking)", "name": name, "scores": scores})
-    for name, result in retrieval.items():
-        for task in result["tasks"]:
-            scores = {
-                cell["length"]: cell["score"]["rate"]
-                for cell in result["cells"]
-                if cell["task"] == task["name"]
-            }
-            rows.append({"task": task["name"], "name": name, "scores": scores})
-    order = {task: index for index, task in enumerate(dict.fromkeys(row["task"] for row in rows))}
-    return sorted(rows, key=lambda row: order[row["task"]])
-
-
-def verdict_rows(names: Sequence[str], found: Mapping[str, Found]) -> list[dict[str, str]]:
+def verdict_rows(names: Sequence[str], found: Sequence[Measured]) -> list[dict[str, str]]:
     """Every verdict in words, model by model."""
     return [
-        {"name": name, "eval": eval_name, "word": verdict["word"], "text": verdict["text"]}
+        {"name": name, "eval": part.each.name, "word": verdict.word, "text": verdict.text}
         for name in names
-        for eval_name in EVALS
-        if name in found[eval_name]
-        for verdict in _verdicts(found[eval_name][name])
+        for part in found
+        if name in part.results
+        for verdict in part.each.verdicts(part.results[name])
     ]
-
-
-def _verdicts(result: Mapping[str, Any]) -> list[Mapping[str, str]]:
-    null = result.get("truncated_context") or {}
-    return [result["verdict"], *([null["verdict"]] if null.get("verdict") else [])]

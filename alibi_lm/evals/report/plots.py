@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ BLUE = "#1d4ed8"
 SERIES = ("#1d4ed8", "#c2410c", "#047857", "#7e22ce", "#b45309", "#0e7490")
 TRAINING = "#b91c1c"
 DPI = 144
+MAX_LABELS = 18
+"""Labels of lengths that fit an axis side by side."""
 
 
 def png(figure: Figure) -> bytes:
@@ -58,8 +61,14 @@ def _style(axes: Axes) -> None:
 
 
 def mark_lengths(axes: Axes, lengths: Sequence[float]) -> None:
-    """Label exactly these places of the horizontal axis."""
-    axes.xaxis.set_major_locator(FixedLocator(list(lengths)))
+    """Label these places of a logarithmic horizontal axis, as far as labels do not overlap."""
+    places = sorted(n for n in set(lengths) if n > 0)
+    gap = math.log2(places[-1] / places[0]) / MAX_LABELS if places else 0.0
+    kept: list[float] = []
+    for place in places:
+        if not kept or math.log2(place / kept[-1]) >= gap:
+            kept.append(place)
+    axes.xaxis.set_major_locator(FixedLocator(kept))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
 
@@ -118,21 +127,50 @@ def _limit_loss_axis(axes: Axes, losses: Sequence[float]) -> None:
         axes.set_ylim(min(low, axes.dataLim.y0) - margin, high + margin)
 
 
-def perplexity_figure(result: Mapping[str, Any]) -> Figure:
-    """Perplexity against window length, the training length marked.
+Curve = Sequence[tuple[float, float]]
+"""Points (x, y)."""
 
-    The band is the interval of the change against the training length. The interval of the
-    perplexity itself is mostly the difference between documents, which all lengths share, and
-    would hide the curve.
-    """
-    figure, axes = axes_of(9, 4.2)
-    rows = result["rows"]
-    lengths = [row["length"] for row in rows]
-    _band(axes, rows)
-    values = [row["perplexity"] for row in rows]
-    axes.plot(lengths, values, color=BLUE, marker="o", markersize=6, linewidth=2,
-              label="perplexity")  # fmt: skip
-    for length, value in zip(lengths, values, strict=True):
+
+def lines_figure(
+    heading: str, x_label: str, y_label: str, lines: Mapping[str, Curve], *, share: bool = False
+) -> Figure:
+    """A line for each label over a logarithmic axis of lengths; with `share` y is 0 to 100%."""
+    figure, axes = axes_of(9, 4.4)
+    for index, (name, curve) in enumerate(lines.items()):
+        axes.plot(
+            [x for x, _ in curve],
+            [y for _, y in curve],
+            color=SERIES[index % len(SERIES)],
+            marker="o",
+            markersize=4.5,
+            linestyle="-" if index < len(SERIES) else "--",
+            label=name,
+        )
+    axes.set_xscale("log", base=2)
+    mark_lengths(axes, [x for curve in lines.values() for x, _ in curve])
+    if share:
+        share_axis(axes)
+    axes.set_xlabel(x_label, color=INK)
+    axes.set_ylabel(y_label, color=INK)
+    axes.legend(frameon=False, fontsize=10, labelcolor=INK)
+    title(axes, heading)
+    return figure
+
+
+def share_axis(axes: Axes) -> None:
+    """Make the vertical axis one of 0 to 100%."""
+    axes.set_ylim(-0.03, 1.03)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}"))
+
+
+def perplexity_curve(
+    axes: Axes, curve: Curve, training_length: int, what: str, label: str | None = None
+) -> None:
+    """Perplexity against `what` in tokens, each value written, the training length marked."""
+    lengths = [length for length, _ in curve]
+    axes.plot(lengths, [value for _, value in curve], color=BLUE, marker="o", markersize=6,
+              linewidth=2, label=label)  # fmt: skip
+    for length, value in curve:
         axes.annotate(
             f"{value:.2f}",
             (length, value),
@@ -143,15 +181,7 @@ def perplexity_figure(result: Mapping[str, Any]) -> Figure:
             color=INK,
             bbox={"facecolor": "white", "edgecolor": "none", "pad": 1, "alpha": 0.7},
         )
-    _perplexity_axes(axes, lengths, result["training_length"], "window length")
-    title(axes, "Perplexity by window length, same tokens at every length")
-    return figure
-
-
-def _perplexity_axes(axes: Axes, lengths: Sequence[int], training_length: int, what: str) -> None:
-    """Perplexity against `what` in tokens, the training length marked."""
-    axes.axvline(training_length, color=TRAINING, linestyle="--", linewidth=1.3,
-                 label="training length")  # fmt: skip
+    mark_training_length(axes, training_length)
     axes.set_xscale("log", base=2)
     if len(lengths) == 1:
         axes.set_xlim(lengths[0] / 2, lengths[0] * 2)
@@ -162,112 +192,52 @@ def _perplexity_axes(axes: Axes, lengths: Sequence[int], training_length: int, w
     axes.legend(frameon=False, fontsize=10, labelcolor=INK)
 
 
-def _band(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
-    if not all(row["ratio_interval"] for row in rows):
-        return
-    reference = next(row["perplexity"] for row in rows if row["ratio"] == 1)
-    low, high = zip(*(row["ratio_interval"] for row in rows), strict=True)
-    axes.fill_between(
-        [row["length"] for row in rows],
-        [reference * ratio for ratio in low],
-        [reference * ratio for ratio in high],
-        color=BLUE,
-        alpha=0.15,
-        linewidth=0,
-        label="95% interval of the change against the training length",
-    )
+def mark_training_length(axes: Axes, training_length: float, what: str = "training length") -> None:
+    """Draw a vertical line at the training length."""
+    axes.axvline(training_length, color=TRAINING, linestyle="--", linewidth=1.3, label=what)
 
 
-def needle_figure(result: Mapping[str, Any]) -> Figure:
-    """Depth x length heatmaps of ranking and of generation, side by side."""
-    lengths, depths = result["lengths"], result["depths"]
-    width = 3.4 + 1.1 * len(lengths)
-    height = 2.2 + 0.5 * len(depths)
-    figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
-    left, right = figure.subplots(1, 2, sharey=True)
-    rates = {(cell["length"], cell["depth"]): cell for cell in result["cells"]}
-    panels = (
-        (left, "ranking", f"Closed-set ranking (chance {result['chance']:.0%})"),
-        (right, "generation", "Greedy generation, exact (chance 0%)"),
-    )
-    images = []
-    for axes, score, heading in panels:
-        grid = np.array([[rates[n, d][score]["rate"] for n in lengths] for d in depths])
-        images.append(axes.imshow(grid, vmin=0, vmax=1, cmap="viridis", aspect="auto"))
-        annotate(axes, grid)
-        axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
-        axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
-        axes.tick_params(colors=INK, labelsize=10, length=0)
-        axes.spines[:].set_visible(False)
-        axes.set_xlabel("prompt length (tokens)", color=INK)
-        title(axes, heading)
-        mark_training_length(axes, lengths, result["training_length"])
-    left.set_ylabel("needle's depth", color=INK)
-    bar = figure.colorbar(images[0], ax=[left, right], fraction=0.03, pad=0.01)
-    bar.outline.set_visible(False)
-    bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}"))
-    bar.ax.tick_params(colors=INK, labelsize=9)
-    return figure
+def heatmap(
+    axes: Axes, rates: np.ndarray, rows: Sequence[str], lengths: Sequence[int], training_length: int
+) -> Any:
+    """Rates `[rows, lengths]` as colors and numbers, the training length between two columns.
 
-
-def annotate(axes: Axes, grid: np.ndarray) -> None:
-    """Write every rate of a heatmap into its cell; not a number stays empty."""
-    for (row, column), rate in np.ndenumerate(grid):
-        if np.isnan(rate):
-            continue
-        color = "white" if rate < 0.65 else INK
-        axes.text(column, row, f"{rate:.0%}", ha="center", va="center", fontsize=10, color=color)
-
-
-def mark_training_length(axes: Axes, lengths: Sequence[int], training_length: int) -> None:
-    """Draw the training length between a heatmap's columns."""
+    Returns:
+        The image, for `color_bar`.
+    """
+    image = axes.imshow(rates, vmin=0, vmax=1, cmap="viridis", aspect="auto")
+    for (row, column), rate in np.ndenumerate(rates):
+        if not np.isnan(rate):
+            color = "white" if rate < 0.65 else INK
+            axes.text(
+                column, row, f"{rate:.0%}", ha="center", va="center", fontsize=10, color=color
+            )
+    axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
+    axes.set_yticks(range(len(rows)), rows)
+    axes.tick_params(colors=INK, labelsize=10, length=0)
+    axes.spines[:].set_visible(False)
+    words = "prompt length (tokens)"
     inside = sum(length <= training_length for length in lengths)
     if 0 < inside < len(lengths):
         axes.axvline(inside - 0.5, color="white", linewidth=6)
         axes.axvline(inside - 0.5, color=TRAINING, linewidth=2.5)
-        axes.set_xlabel(f"prompt length (tokens); red line: training length {training_length:,}",
-                        color=INK)  # fmt: skip
+        words += f"; red line: training length {training_length:,}"
+    axes.set_xlabel(words, color=INK)
+    return image
 
 
-def attention_span_figure(result: Mapping[str, Any]) -> Figure:
-    """Certified and true reach of every head, the training length marked."""
+def color_bar(figure: Figure, image: Any, axes: Any, **settings: Any) -> None:
+    """A heatmap's scale of colors, in percent."""
+    bar = figure.colorbar(image, ax=axes, **settings)
+    bar.outline.set_visible(False)
+    bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}"))
+    bar.ax.tick_params(colors=INK, labelsize=9)
+
+
+def curve_figure(rows: Sequence[Mapping[str, Any]], training_length: int) -> Figure:
+    """Perplexity of the same tokens against the length of the input (`bench long`)."""
     figure, axes = axes_of(9, 4.2)
-    slopes = result["slopes"]
-    kinds = (("certified_max", BLUE, "certified", -0.15), ("true_max", SERIES[1], "true", 0.15))
-    for key, color, label, shift in kinds:
-        axes.scatter(
-            [row["head"] + shift for row in result["rows"]],
-            [max(1, row[key]) for row in result["rows"]],
-            color=color,
-            s=26,
-            alpha=0.8,
-            linewidths=0,
-            label=f"{label} reach (one point a layer)",
-        )
-    axes.axhline(result["training_length"], color=TRAINING, linestyle="--", linewidth=1.3,
-                 label="training length")  # fmt: skip
-    axes.set_yscale("log", base=2)
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    names = [f"{head}\n{slope:.3g}" for head, slope in enumerate(slopes)]
-    if len(slopes) <= 16:
-        axes.set_xticks(range(len(slopes)), names)
-    axes.set_xlabel("head, and its slope", color=INK)
-    axes.set_ylabel("reach (tokens, log scale)", color=INK)
-    axes.legend(frameon=False, fontsize=10, labelcolor=INK)
-    title(axes, f"How far heads read, but for {result['pruning_tolerance']:g} of their probability")
-    return figure
-
-
-def curve_figure(result: Mapping[str, Any]) -> Figure:
-    """Perplexity of the same tokens against the length of the input, the training length marked."""
-    figure, axes = axes_of(9, 4.2)
-    lengths = [row["length"] for row in result["curve"]]
-    values = [row["perplexity"] for row in result["curve"]]
-    axes.plot(lengths, values, color=BLUE, marker="o", markersize=6, linewidth=2)
-    for length, value in zip(lengths, values, strict=True):
-        axes.annotate(f"{value:.2f}", (length, value), textcoords="offset points", xytext=(0, 9),
-                      ha="center", fontsize=10, color=INK)  # fmt: skip
-    _perplexity_axes(axes, lengths, result["training_length"], "input length")
-    title(axes, "Perplexity of the same tokens by input length, by horizons")
+    curve = [(row["length"], row["perplexity"]) for row in rows]
+    perplexity_curve(axes, curve, training_length, "input length")
+    title(axes, "Perplexity of the same tokens by input length, with pruned attention")
     return figure

@@ -4,48 +4,28 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from alibi_lm.evals import results
 from alibi_lm.evals.models.base import EvalModel
+from alibi_lm.evals.registry import EVALS
 
 FOLDER = "tensorboard"
 
 
-def scalars(found: Mapping[str, Mapping[str, Any] | None]) -> Iterator[tuple[str, float]]:
-    """Tag and value of everything in the results that is one number a model."""
-    perplexity, needle = found.get("perplexity"), found.get("needle")
-    for row in perplexity["rows"] if perplexity else ():
-        yield f"eval_perplexity/{row['length']}", row["perplexity"]
-        if row["bits_per_byte"] is not None:
-            yield f"eval_bits_per_byte/{row['length']}", row["bits_per_byte"]
-    for row in (
-        perplexity["truncated_context"]["rows"]
-        if perplexity and perplexity.get("truncated_context")
-        else ()
-    ):
-        yield f"eval_loss_gap/{row['length']}", row["loss_gap"]
-    for row in needle["by_length"] if needle else ():
-        yield f"eval_needle_ranking/{row['length']}", row["ranking"]["rate"]
-        yield f"eval_needle_generation/{row['length']}", row["generation"]["rate"]
-    retrieval, problems = found.get("retrieval"), found.get("generalization")
-    for cell in retrieval["cells"] if retrieval else ():
-        yield f"eval_retrieval_{cell['task']}/{cell['length']}", cell["score"]["rate"]
-    for cell in problems["cells"] if problems else ():
-        yield f"eval_generalization_{cell['task']}/{cell['items']}", cell["rate"]
-
-
 def write_scalars(eval_model: EvalModel) -> Path | None:
-    """Write what has been measured into the evals folder; return the events' folder.
+    """Write the results that a report shows into the evals folder; return the events' folder.
 
     The scalars lie at the checkpoint's step, so that those of several checkpoints make curves:
-    `tensorboard --logdir RUN` shows them with the training's. What an earlier report wrote is
+    `tensorboard --logdir RUN` shows them with the training's. An earlier report's are
     replaced. None where nothing has been measured.
     """
-    names = ("perplexity", "needle", "retrieval", "generalization")
-    values = list(scalars({name: results.stored(eval_model, name) for name in names}))
+    values = [
+        scalar
+        for each in EVALS.values()
+        if (result := results.shown(each, eval_model)) is not None
+        for scalar in each.scalars(result)
+    ]
     if not values:
         return None
     from torch.utils.tensorboard import SummaryWriter  # loads slowly

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from alibi_lm.config_loading import to_dict
-from alibi_lm.evals import results
+from matplotlib.figure import Figure
+
+from alibi_lm.evals.base import Comparison, Eval, Json, chosen_lengths, register
 from alibi_lm.evals.config import RetrievalConfig
 from alibi_lm.evals.models.base import EvalModel
 from alibi_lm.evals.models.scorer import Scorer
-from alibi_lm.evals.report.tables import retrieval_lines
-from alibi_lm.evals.retrieval import plots
-from alibi_lm.evals.retrieval.scoring import Counts, score_all
-from alibi_lm.evals.retrieval.table import ruler_table
+from alibi_lm.evals.retrieval import display
+from alibi_lm.evals.retrieval.result import (
+    LeftOut,
+    PasskeyReach,
+    PasskeyRow,
+    PasskeyTable,
+    RetrievalResult,
+    Scores,
+    TaskBin,
+    TaskCell,
+    TaskInfo,
+)
+from alibi_lm.evals.retrieval.ruler_table import effective_words, ruler_table
+from alibi_lm.evals.retrieval.scoring import Counts, Tally, score_all
 from alibi_lm.evals.retrieval.verdict import retrieval_verdict, task_verdict
 from alibi_lm.tasks.config import RULER, default_tasks
 from alibi_lm.tasks.haystack import Haystack
@@ -25,7 +37,6 @@ from alibi_lm.tasks.registry import FROM_CORPUS, make_tasks
 from alibi_lm.utils.errors import ConfigError, DataError, Problem
 from alibi_lm.utils.logging import console
 
-NAME = "retrieval"
 PROTOCOL = (
     "Prompts are put together from token ids and end with the beginning of the answer; greedy "
     "decoding goes on from there, up to a token that ends a document. A length includes the room "
@@ -40,78 +51,116 @@ PROTOCOL = (
 )
 
 
-def evaluate(
-    eval_model: EvalModel, config: RetrievalConfig, *, force: bool = False
-) -> dict[str, Any]:
-    """`run_retrieval` unless it is done already, and its result in the terminal.
+@register
+class Retrieval(Eval[RetrievalConfig, RetrievalResult]):
+    """Retrieval tasks by length."""
+
+    name = "retrieval"
+    help = "The passkey, associative recall and RULER's tasks, by length."
+    title = "Retrieval tasks"
+    config = RetrievalConfig
+    result = RetrievalResult
+    template = "retrieval.html"
+
+    def run(
+        self, eval_model: EvalModel, config: RetrievalConfig, scorer: Scorer | None = None
+    ) -> RetrievalResult:
+        """Run the tasks on a model.
+
+        Raises:
+            DataError: no corpus, no tokenizer, one that cannot write numbers, or a wrong qa file.
+            ConfigError: a task does not fit a length that was asked for, or any length.
+        """
+        tokenizer = eval_model.require_tokenizer("prompts")
+        files = self.open_corpora(eval_model, config)
+        names = config.tasks or default_tasks(len(config.qa_files))
+        qa_files = [Path(path) for path in config.qa_files]
+        tasks = make_tasks(names, tokenizer, files, config.seed, config.sizes, qa_files)
+        chosen = chosen_lengths(eval_model, config.lengths)
+        haystack = Haystack(tokenizer, files)
+        fitting, left_out = fitting_cells(tasks, chosen, haystack, config.lengths is not None)
+        scorer = scorer or eval_model.scorer(
+            config.precision, config.pruning_tolerance, config.scaling
+        )
+        started = time.perf_counter()
+        counts = score_all(scorer, tokenizer, fitting, config, eval_model.training_length)
+        seconds = time.perf_counter() - started
+        return RetrievalResult(
+            **self.common(eval_model, config, files),
+            protocol=PROTOCOL,
+            num_trials=config.num_trials,
+            seed=config.seed,
+            precision=config.precision,
+            model=scorer.describe(),
+            seconds=round(seconds, 3),
+            sizes=config.sizes,
+            left_out=[
+                LeftOut(task=task, length=length, reason=problem.rule)
+                for task, length, problem in left_out
+            ],
+            **summary(counts, fitting, config.threshold),
+        )
+
+    def table(self, result: RetrievalResult) -> list[str]:
+        """Base scores, RULER's table and what each task shows."""
+        return display.retrieval_table(result)
+
+    def figures(self, result: RetrievalResult) -> dict[str, Figure]:
+        """Scores by task and length, and the passkey by distance."""
+        return display.retrieval_figures(result)
+
+    def scalars(self, result: RetrievalResult) -> Iterator[tuple[str, float]]:
+        """Scores by task and length."""
+        for cell in result.cells:
+            yield f"eval_retrieval_{cell.task}/{cell.length}", cell.score.rate
+
+    def report_values(self, result: RetrievalResult) -> dict[str, Any]:
+        """The effective length in words, and the tasks' sizes."""
+        effective = effective_words(result.table) if result.table else ""
+        return {"effective": effective, "sizes": vars(result.sizes)}
+
+    def compare(self, results: Mapping[str, RetrievalResult]) -> Comparison:
+        """Scores by task, model and length."""
+        return display.compare_tasks({
+            name: {
+                task.name: {c.length: c.score.rate for c in result.cells if c.task == task.name}
+                for task in result.tasks
+            }
+            for name, result in results.items()
+        })  # fmt: skip
+
+    def extra_inputs(self, config: RetrievalConfig) -> Json:
+        """Digests of the question files."""
+        digests = [_digest(Path(path)) for path in config.qa_files]
+        return {"qa_files": digests} if digests else {}
+
+
+def _digest(path: Path) -> str:
+    """SHA-256 of a file.
 
     Raises:
-        UserError: as `run_retrieval`.
+        DataError: there is none.
     """
-    return results.run_or_load(
-        eval_model, NAME, config, run_retrieval, retrieval_lines, force=force
-    )
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except FileNotFoundError:
+        raise DataError(Problem(str(path), None, "no such file", "check the path")) from None
 
 
-def run_retrieval(
-    eval_model: EvalModel, config: RetrievalConfig, scorer: Scorer | None = None
-) -> dict[str, Any]:
-    """Run the tasks on a model, store retrieval.json and retrieval.png, and return the result.
-
-    Args:
-        scorer: what is judged instead of the model's own weights.
-
-    Raises:
-        DataError: no corpus, no tokenizer, one that cannot write numbers, or a wrong qa file.
-        ConfigError: a task does not fit a length that was asked for, or any length.
-    """
-    tokenizer = eval_model.require_tokenizer("prompts")
-    files = results.open_corpora(eval_model, config)
-    names = config.tasks or default_tasks(len(config.qa_files))
-    qa_files = [Path(path) for path in config.qa_files]
-    tasks = make_tasks(names, tokenizer, files, config.seed, config.sizes, qa_files)
-    chosen = results.chosen_lengths(eval_model, config)
-    haystack = Haystack(tokenizer, files)
-    fitting, left_out = fitting_cells(tasks, chosen, haystack, config.lengths is not None)
-    scorer = scorer or eval_model.scorer(config.precision, config.pruning_tolerance, config.scaling)
-    started = time.perf_counter()
-    counts = score_all(scorer, tokenizer, fitting, config, eval_model.training_length)
-    seconds = time.perf_counter() - started
-    result = {
-        "eval": NAME,
-        **results.run_facts(eval_model),
-        "protocol": PROTOCOL,
-        "num_trials": config.num_trials,
-        "seed": config.seed,
-        "precision": config.precision,
-        "model": scorer.describe(),
-        "seconds": round(seconds, 3),
-        "sizes": to_dict(config.sizes),
-        "corpus": results.corpus_facts(files),
-        "left_out": [
-            {"task": task, "length": length, "reason": problem.rule}
-            for task, length, problem in left_out
-        ],
-        **summary(counts, fitting, config.threshold),
-        "inputs": results.inputs_of(eval_model, config, files),
-    }
-    results.store(eval_model, NAME, result, plots.figures)
-    return result
-
-
-LeftOut = tuple[str, int, Problem]
+Unfit = tuple[str, int, Problem]
+"""Task, length and why there is no such prompt."""
 
 
 def fitting_cells(
     tasks: Sequence[Task], lengths: Sequence[int], haystack: Haystack, asked_for: bool
-) -> tuple[list[tuple[Task, int]], list[LeftOut]]:
+) -> tuple[list[tuple[Task, int]], list[Unfit]]:
     """The tasks and lengths that go together; those that do not are left out with a warning.
 
     Raises:
         ConfigError: lengths that were asked for do not fit, or nothing does.
     """
     fitting: list[tuple[Task, int]] = []
-    left_out: list[LeftOut] = []
+    left_out: list[Unfit] = []
     for task in tasks:
         for length in lengths:
             problem = _problem(task, length, haystack)
@@ -126,7 +175,7 @@ def fitting_cells(
     return fitting, left_out
 
 
-def _warn(left_out: Sequence[LeftOut]) -> None:
+def _warn(left_out: Sequence[Unfit]) -> None:
     """One line for each task and reason."""
     lengths: dict[tuple[str, str], list[str]] = {}
     for task, length, problem in left_out:
@@ -149,33 +198,31 @@ def _problem(task: Task, length: int, haystack: Haystack) -> Problem | None:
     return haystack.problem(key, length) if task.name in FROM_CORPUS else None
 
 
-def summary(
-    counts: Counts, fitting: Sequence[tuple[Task, int]], threshold: float
-) -> dict[str, Any]:
-    """Everything of a result that follows from the counts."""
+def summary(counts: Counts, fitting: Sequence[tuple[Task, int]], threshold: float) -> Json:
+    """The fields of a result that follow from the counts."""
     tasks = list({task.name: task for task, _ in fitting}.values())
     cells = [_cell(task.name, length, counts) for task, length in fitting]
-    of_task = {task.name: [cell for cell in cells if cell["task"] == task.name] for task in tasks}
+    of_task = {task.name: [cell for cell in cells if cell.task == task.name] for task in tasks}
     verdicts = [
         task_verdict(task.name, of_task[task.name], task.chance, counts.training_length)
         for task in tasks
     ]
     return {
         "tasks": [
-            {
-                "name": task.name,
-                "metric": task.metric,
-                "chance": task.chance,
-                "ruler": task.name in RULER,
-                "published": task.published,
-            }
+            TaskInfo(
+                name=task.name,
+                metric=task.metric,
+                chance=task.chance,
+                ruler=task.name in RULER,
+                published=task.published,
+            )
             for task in tasks
         ],
         "lengths": sorted({length for _, length in fitting}),
         "cells": cells,
         "base": [of_task[task.name][0] for task in tasks],
         "by_distance": [
-            {"task": name, "above": low, "up_to": high, **(tally.scores() or {})}
+            TaskBin(task=name, above=low, up_to=high, **vars(_scores(tally)))
             for (name, (low, high)), tally in sorted(counts.bins.items())
         ],
         "passkey": _passkey(counts) if any(isinstance(task, Passkey) for task in tasks) else None,
@@ -185,35 +232,34 @@ def summary(
     }
 
 
-def _cell(task: str, length: int, counts: Counts) -> dict[str, Any]:
+def _scores(tally: Tally) -> Scores:
+    """Of a tally that has counted prompts."""
+    scores = tally.scores()
+    assert scores is not None
+    return scores
+
+
+def _cell(task: str, length: int, counts: Counts) -> TaskCell:
     cell = counts.cells[task, length]
-    return {
-        "task": task,
-        "length": length,
-        "real_length": [cell.least, cell.most],
-        **(cell.all.scores() or {}),
-        "near": cell.near.scores(),
-        "far": cell.far.scores(),
-        "control": cell.control.scores(),
-    }
+    return TaskCell(
+        **vars(_scores(cell.all)),
+        task=task,
+        length=length,
+        real_length=(cell.least, cell.most),
+        near=cell.near.scores(),
+        far=cell.far.scores(),
+        control=_scores(cell.control),
+    )
 
 
-def _passkey(counts: Counts) -> dict[str, Any]:
+def _passkey(counts: Counts) -> PasskeyTable:
     """The passkey by absolute distance, and Position Interpolation's k_max at each length."""
     rows = [
-        {"length": length, "distance": distance, **(tally.scores() or {})}
+        PasskeyRow(length=length, distance=distance, **vars(_scores(tally)))
         for (length, distance), tally in sorted(counts.asked.items())
     ]
-    lengths = sorted({length for length, _ in counts.asked})
-    return {
-        "rows": rows,
-        "success": SUCCESS,
-        "k_max": [
-            {
-                "length": length,
-                "k_max": k_max([(row["distance"], row["score"]["rate"])
-                                for row in rows if row["length"] == length]),
-            }
-            for length in lengths
-        ],
-    }  # fmt: skip
+    reached = []
+    for length in sorted({length for length, _ in counts.asked}):
+        rates = [(row.distance, row.score.rate) for row in rows if row.length == length]
+        reached.append(PasskeyReach(length=length, k_max=k_max(rates)))
+    return PasskeyTable(rows=rows, success=SUCCESS, k_max=reached)

@@ -4,31 +4,35 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
+from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from alibi_lm.data.tokenizer import Tokenizer
-from alibi_lm.evals import results
+from alibi_lm.evals.base import Comparison, Eval, chosen_lengths, register
 from alibi_lm.evals.config import NeedleConfig
 from alibi_lm.evals.models.base import EvalModel
 from alibi_lm.evals.models.scorer import PromptScores, Scorer
-from alibi_lm.evals.report import plots
-from alibi_lm.evals.report.tables import needle_lines
+from alibi_lm.evals.retrieval import display
 from alibi_lm.evals.retrieval.distance_bins import Bin, distance_bin
 from alibi_lm.evals.retrieval.needle_prompts import NUM_CANDIDATES, PromptMaker, Trial, says
-from alibi_lm.evals.retrieval.plots import needle_distance_figure
-from alibi_lm.evals.statistics import share
-from alibi_lm.evals.verdicts import needle_verdict
+from alibi_lm.evals.retrieval.needle_verdict import needle_verdict
+from alibi_lm.evals.retrieval.result import (
+    NeedleBin,
+    NeedleCell,
+    NeedleResult,
+    NeedleRow,
+    NeedleScores,
+)
+from alibi_lm.evals.statistics import Share
 from alibi_lm.tasks.statements import ANSWER, END, NUM_DIGITS, STATEMENT
 from alibi_lm.utils.errors import ConfigError
 from alibi_lm.utils.logging import console
 
-NAME = "needle"
 PROTOCOL = (
     "A haystack of consecutive tokens from a random place of the corpus holds one line that states "
     f"a {NUM_DIGITS}-digit number for a key; the prompt ends with that line up to the number. "
@@ -64,13 +68,13 @@ class Tally:
             self.generated + other.generated,
         )
 
-    def scores(self) -> dict[str, Any]:
+    def scores(self) -> NeedleScores:
         """Both scores with intervals."""
-        return {
-            "trials": self.trials,
-            "ranking": share(self.ranked, self.trials),
-            "generation": share(self.generated, self.trials),
-        }
+        return NeedleScores(
+            trials=self.trials,
+            ranking=Share.of(self.ranked, self.trials),
+            generation=Share.of(self.generated, self.trials),
+        )
 
 
 @dataclass
@@ -110,15 +114,19 @@ def usable_lengths(maker: PromptMaker, lengths: list[int], asked_for: bool) -> l
 
 
 def score_grid(
-    scorer: Scorer, maker: PromptMaker, tokenizer: Tokenizer, lengths: Sequence[int],
-    config: NeedleConfig, training_length: int,
-) -> Grid:  # fmt: skip
+    scorer: Scorer,
+    maker: PromptMaker,
+    tokenizer: Tokenizer,
+    lengths: Sequence[int],
+    config: NeedleConfig,
+    training_length: int,
+) -> Grid:
     """Put every prompt of the grid, and every control, to the model."""
     grid = Grid(training_length)
     per_trial = len(config.depths) + 1
     total = sum(lengths) * config.num_trials * per_trial
     quiet = console.muted or None
-    with tqdm(total=total, unit="tok", unit_scale=True, desc=NAME, disable=quiet) as bar:
+    with tqdm(total=total, unit="tok", unit_scale=True, desc="needle", disable=quiet) as bar:
         for length in lengths:
             for batch in _batches(maker, length, config, scorer.dp_size):
                 tokens = torch.from_numpy(np.stack([prompt for _, _, prompt in batch]))
@@ -171,99 +179,107 @@ def _count(
             grid.controls[length].add(ranked, generated)
             continue
         grid.cells[length, depth].add(ranked, generated)
-        reach = distance_bin(trial.distance(depth), grid.training_length)
-        grid.bins[reach].add(ranked, generated)
+        bin_ = distance_bin(trial.distance(depth), grid.training_length)
+        grid.bins[bin_].add(ranked, generated)
         position, at_line_end = trial.place(depth)
         grid.num_placed_exactly += not at_line_end
         grid.largest_walk = max(grid.largest_walk, round(depth * trial.answer_budget) - position)
 
 
-def evaluate(eval_model: EvalModel, config: NeedleConfig, *, force: bool = False) -> dict[str, Any]:
-    """`run_needle` unless it is done already, and its result in the terminal.
+@register
+class Needle(Eval[NeedleConfig, NeedleResult]):
+    """The needle grid: retrieval of one line, with depth as a factor."""
 
-    Raises:
-        UserError: as `run_needle`.
-    """
-    return results.run_or_load(eval_model, NAME, config, run_needle, needle_lines, force=force)
+    name = "needle"
+    help = "Needle in a haystack, depth by length."
+    title = "Needle in a haystack"
+    config = NeedleConfig
+    result = NeedleResult
+    template = "needle.html"
 
+    def run(
+        self, eval_model: EvalModel, config: NeedleConfig, scorer: Scorer | None = None
+    ) -> NeedleResult:
+        """Run the grid on a model.
 
-def run_needle(
-    eval_model: EvalModel, config: NeedleConfig, scorer: Scorer | None = None
-) -> dict[str, Any]:
-    """Run the grid on a checkpoint, store needle.json and needle.png, and return the result.
-
-    Args:
-        scorer: what is judged instead of the checkpoint's own weights.
-
-    Raises:
-        DataError: no corpus, no tokenizer, or one that cannot write numbers.
-        ConfigError: a length too short for a needle, or longer than every corpus.
-    """
-    tokenizer = eval_model.require_tokenizer("needles")
-    files = results.open_corpora(eval_model, config)
-    maker = PromptMaker(tokenizer, files, config.seed, config.num_distractors)
-    chosen = results.chosen_lengths(eval_model, config)
-    lengths = usable_lengths(maker, chosen, config.lengths is not None)
-    scorer = scorer or eval_model.scorer(config.precision, config.pruning_tolerance, config.scaling)
-    started = time.perf_counter()
-    grid = score_grid(scorer, maker, tokenizer, lengths, config, eval_model.training_length)
-    seconds = time.perf_counter() - started
-    example = maker.trial(lengths[0], 0)
-    by_length = _by_length(grid, lengths, config.depths)
-    result: dict[str, Any] = {
-        "eval": NAME,
-        **results.run_facts(eval_model),
-        "protocol": PROTOCOL,
-        "lengths": lengths,
-        "depths": list(config.depths),
-        "stride": None,
-        "corpus": results.corpus_facts(files),
-        "num_trials": config.num_trials,
-        "seed": config.seed,
-        "chance": 1 / NUM_CANDIDATES,
-        "num_candidates": NUM_CANDIDATES,
-        "num_distractors": config.num_distractors,
-        "num_answer_tokens": maker.num_answer_tokens,
-        "needle": STATEMENT.format(key=example.key) + _answer_text(example) + END,
-        "question": STATEMENT.format(key=example.key),
-        "num_placed_exactly": grid.num_placed_exactly,
-        "largest_walk": grid.largest_walk,
-        "precision": config.precision,
-        "model": scorer.describe(),
-        "seconds": round(seconds, 3),
-        "cells": [
-            {"length": length, "depth": depth, **grid.cells[length, depth].scores()}
+        Raises:
+            DataError: no corpus, no tokenizer, or one that cannot write numbers.
+            ConfigError: a length too short for a needle, or longer than every corpus.
+        """
+        tokenizer = eval_model.require_tokenizer("needles")
+        files = self.open_corpora(eval_model, config)
+        maker = PromptMaker(tokenizer, files, config.seed, config.num_distractors)
+        chosen = chosen_lengths(eval_model, config.lengths)
+        lengths = usable_lengths(maker, chosen, config.lengths is not None)
+        scorer = scorer or eval_model.scorer(
+            config.precision, config.pruning_tolerance, config.scaling
+        )
+        training_length = eval_model.training_length
+        started = time.perf_counter()
+        grid = score_grid(scorer, maker, tokenizer, lengths, config, training_length)
+        seconds = time.perf_counter() - started
+        question = STATEMENT.format(key=(example := maker.trial(lengths[0], 0)).key)
+        cells = [
+            NeedleCell(length=length, depth=depth, **vars(grid.cells[length, depth].scores()))
             for length in lengths
             for depth in config.depths
-        ],
-        "by_length": by_length,
-        "base": by_length[0],
-        "by_distance": [
-            {"above": low, "up_to": high, **tally.scores()}
-            for (low, high), tally in sorted(grid.bins.items())
-        ],
-        "inputs": results.inputs_of(eval_model, config, files),
-    }
-    result["verdict"] = needle_verdict(result)
-    results.store(eval_model, NAME, result, _figures)
-    return result
+        ]
+        rows = _by_length(grid, lengths, config.depths)
+        chance = 1 / NUM_CANDIDATES
+        return NeedleResult(
+            **self.common(eval_model, config, files),
+            protocol=PROTOCOL,
+            lengths=lengths,
+            depths=list(config.depths),
+            num_trials=config.num_trials,
+            seed=config.seed,
+            chance=chance,
+            num_candidates=NUM_CANDIDATES,
+            num_distractors=config.num_distractors,
+            num_answer_tokens=maker.num_answer_tokens,
+            needle=question + ANSWER.format(number=example.answer.number) + END,
+            question=question,
+            num_placed_exactly=grid.num_placed_exactly,
+            largest_walk=grid.largest_walk,
+            precision=config.precision,
+            model=scorer.describe(),
+            seconds=round(seconds, 3),
+            cells=cells,
+            by_length=rows,
+            base=rows[0],
+            by_distance=[
+                NeedleBin(above=low, up_to=high, **vars(tally.scores()))
+                for (low, high), tally in sorted(grid.bins.items())
+            ],
+            verdict=needle_verdict(rows, cells, training_length, chance),
+        )
+
+    def table(self, result: NeedleResult) -> list[str]:
+        """The best and the worst cell, and scores by distance."""
+        return display.needle_table(result)
+
+    def figures(self, result: NeedleResult) -> dict[str, Figure]:
+        """Depth by length, and scores by distance."""
+        return display.needle_figures(result)
+
+    def scalars(self, result: NeedleResult) -> Iterator[tuple[str, float]]:
+        """Both scores by length."""
+        for row in result.by_length:
+            yield f"eval_needle_ranking/{row.length}", row.ranking.rate
+            yield f"eval_needle_generation/{row.length}", row.generation.rate
+
+    def compare(self, results: Mapping[str, NeedleResult]) -> Comparison:
+        """Needles found by ranking at each length."""
+        return display.compare_needles(results)
 
 
-def _answer_text(trial: Trial) -> str:
-    return ANSWER.format(number=trial.answer.number)
-
-
-def _by_length(grid: Grid, lengths: Sequence[int], depths: Sequence[float]) -> list[dict[str, Any]]:
+def _by_length(grid: Grid, lengths: Sequence[int], depths: Sequence[float]) -> list[NeedleRow]:
     """All depths of a length together, with its control (the closed-book rate)."""
     return [
-        {
-            "length": length,
-            **sum((grid.cells[length, depth] for depth in depths), Tally()).scores(),
-            "control": grid.controls[length].scores(),
-        }
+        NeedleRow(
+            length=length,
+            control=grid.controls[length].scores(),
+            **vars(sum((grid.cells[length, depth] for depth in depths), Tally()).scores()),
+        )
         for length in lengths
     ]
-
-
-def _figures(result: dict[str, Any]) -> dict[str, plots.Figure]:
-    return {NAME: plots.needle_figure(result), "needle_distance": needle_distance_figure(result)}

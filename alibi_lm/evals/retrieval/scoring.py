@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +16,8 @@ from alibi_lm.data.tokenizer import Tokenizer
 from alibi_lm.evals.config import RetrievalConfig
 from alibi_lm.evals.models.scorer import Scorer
 from alibi_lm.evals.retrieval.distance_bins import Bin, distance_bin
-from alibi_lm.evals.statistics import share
+from alibi_lm.evals.retrieval.result import Scores
+from alibi_lm.evals.statistics import Share
 from alibi_lm.tasks.metrics import METRICS
 from alibi_lm.tasks.passkey import Passkey
 from alibi_lm.tasks.prompt import Prompt, Task
@@ -44,21 +44,20 @@ class Tally:
         if ranked is not None:
             self.ranked = (self.ranked or 0) + ranked
 
-    def scores(self) -> dict[str, Any] | None:
+    def scores(self) -> Scores | None:
         """The scores with intervals; None without prompts."""
         if self.trials == 0:
             return None
-        ranking = None if self.ranked is None else share(self.ranked, self.trials)
-        return {
-            "trials": self.trials,
-            "score": share(self.total, self.trials),
-            "whole": share(self.whole, self.trials),
-            "ranking": ranking,
-        }
+        return Scores(
+            trials=self.trials,
+            score=Share.of(self.total, self.trials),
+            whole=Share.of(self.whole, self.trials),
+            ranking=None if self.ranked is None else Share.of(self.ranked, self.trials),
+        )
 
 
 @dataclass
-class Cell:
+class CellTally:
     """A task at a length."""
 
     all: Tally = field(default_factory=Tally)
@@ -77,7 +76,7 @@ class Counts:
     """Everything that was counted."""
 
     training_length: int
-    cells: dict[tuple[str, int], Cell] = field(default_factory=lambda: defaultdict(Cell))
+    cells: dict[tuple[str, int], CellTally] = field(default_factory=lambda: defaultdict(CellTally))
     bins: dict[tuple[str, Bin], Tally] = field(default_factory=lambda: defaultdict(Tally))
     asked: dict[tuple[int, int], Tally] = field(default_factory=lambda: defaultdict(Tally))
     """The passkey's, by length and asked distance."""

@@ -16,6 +16,7 @@ from alibi_lm.config_loading import build, to_dict
 from alibi_lm.data.indexed import TokenFile
 from alibi_lm.evals.config import GeneralizationConfig, NeedleConfig
 from alibi_lm.evals.generalization.evaluation import make_trials, score_trials
+from alibi_lm.evals.json_values import encode
 from alibi_lm.evals.models.scorer import NativeScorer, native_scorer
 from alibi_lm.evals.perplexity import protocols
 from alibi_lm.evals.perplexity.documents import choose_documents, target_bytes
@@ -94,7 +95,7 @@ def measure_text(step: Step, settings: GroupConfig) -> dict[str, Any]:
     cut = cut_losses(scorer, documents, sample, trained, lengths, BATCH_TOKENS)
     observed = np.stack([sample.of(losses[length]) for length in lengths])
     rows = loss_gap_rows(sample, observed, cut, lengths, trained)
-    result["loss_gap"] = {str(row["length"]): row["loss_gap"] for row in rows}
+    result["loss_gap"] = {str(row.length): row.loss_gap for row in rows}
     if step.config.model.position == "alibi":
         model = build(ModelConfig, to_dict(step.config.model) | {"window": trained})
         windowed = NativeScorer(step.decoder(model=model))
@@ -151,7 +152,7 @@ def measure_generalization(step: Step, settings: GroupConfig) -> dict[str, Any]:
         for items in sorted(settings.lengths):
             trials = make_trials(tokenizer, task, items, config)
             tally = score_trials(scorer, tokenizer, trials, config.batch_tokens)
-            cells.append(tally.cell(task, items))
+            cells.append(encode(tally.cell(task, items)))
     return {"cells": cells, "trained_items": config.trained_items}
 
 
