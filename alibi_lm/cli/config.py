@@ -69,11 +69,11 @@ def _write(text: str, out: Path | None) -> None:
 def _root(kind: str) -> type[Section]:
     from alibi_lm.config import Config
     from alibi_lm.data.config import RecipeConfig
-    from alibi_lm.evals.config import SuiteConfig
+    from alibi_lm.evals.suite import suite_class
     from alibi_lm.experiments.claims.config import ClaimsConfig
 
     roots: dict[str, type[Section]]
-    roots = {"run": Config, "recipe": RecipeConfig, "suite": SuiteConfig, "claims": ClaimsConfig}
+    roots = {"run": Config, "recipe": RecipeConfig, "suite": suite_class(), "claims": ClaimsConfig}
     return roots[kind]
 
 

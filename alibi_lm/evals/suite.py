@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import field, make_dataclass
+from dataclasses import field, fields, make_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from alibi_lm.config_loading import apply_overrides, build, load_yaml
 from alibi_lm.evals.config import SuiteConfig
 from alibi_lm.evals.registry import EVALS
+from alibi_lm.utils.settings import adapter, field_types
 
 
 def read_suite(
@@ -34,7 +37,17 @@ def read_suite(
 
 def suite_class() -> type[SuiteConfig]:
     """`SuiteConfig` with a section for each registered eval."""
+    # pydantic does not find docstrings of inherited fields.
+    described = adapter(SuiteConfig).json_schema()["properties"]
+    inherited = [
+        (each.name, Annotated[kind, Field(description=described[each.name]["description"])], each)
+        for each, kind in zip(fields(SuiteConfig), field_types(SuiteConfig).values(), strict=True)
+        if "description" in described[each.name]
+    ]
     sections = [
         (name, each.config, field(default_factory=each.config)) for name, each in EVALS.items()
     ]
-    return make_dataclass(SuiteConfig.__name__, sections, bases=(SuiteConfig,))
+    return make_dataclass(
+        SuiteConfig.__name__, [*inherited, *sections], bases=(SuiteConfig,),
+        namespace={"__doc__": SuiteConfig.__doc__},
+    )  # fmt: skip

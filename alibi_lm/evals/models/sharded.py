@@ -85,14 +85,18 @@ class ShardedScorer:
         )
         return torch.cat([part for part in parts if part is not None])
 
-    def loglikelihood_and_generate(self, prompts: Tensor, candidates: Tensor, max_new_tokens: int) -> PromptScores:
+    def loglikelihood_and_generate(
+        self, prompts: Tensor, candidates: Tensor, max_new_tokens: int
+    ) -> PromptScores:
         """As `Scorer.loglikelihood_and_generate`."""
         rows = self._rows(len(prompts))
 
         def score() -> PromptScores | None:
             if len(prompts[rows]) == 0:
                 return None
-            return self._scorer.loglikelihood_and_generate(prompts[rows], candidates[rows], max_new_tokens)
+            return self._scorer.loglikelihood_and_generate(
+                prompts[rows], candidates[rows], max_new_tokens
+            )
 
         parts = [part for part in gather_results(score, self._dp.group) if part is not None]
         return PromptScores(

@@ -94,7 +94,7 @@ class HuggingFaceModel(EvalModel):
     @property
     def default_engine(self) -> Engine | None:
         """This project's own model, where it can compute the folder."""
-        return "native" if loading.why_not_native(self.folder) is None else "hf"
+        return "native" if loading.unsupported_reason(self.folder) is None else "hf"
 
     @property
     def settings(self) -> dict[str, Any]:

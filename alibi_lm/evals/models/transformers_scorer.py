@@ -106,7 +106,9 @@ class TransformersScorer:
         return torch.cat(parts).cpu()
 
     @torch.inference_mode()
-    def loglikelihood_and_generate(self, prompts: Tensor, candidates: Tensor, max_new_tokens: int) -> PromptScores:
+    def loglikelihood_and_generate(
+        self, prompts: Tensor, candidates: Tensor, max_new_tokens: int
+    ) -> PromptScores:
         """Closed-set scores and the greedy continuation; the prompts' keys are computed once.
 
         Raises:
@@ -125,7 +127,9 @@ class TransformersScorer:
         """The greedy continuation of one prompt."""
         prompts = torch.tensor([list(prompt)], dtype=torch.int64)
         nothing = torch.empty(1, 1, 0, dtype=torch.int64)
-        return self.loglikelihood_and_generate(prompts, nothing, max_new_tokens).generated[0].tolist()
+        return (
+            self.loglikelihood_and_generate(prompts, nothing, max_new_tokens).generated[0].tolist()
+        )
 
     def describe(self) -> dict[str, Any]:
         """Kind, class, size, arithmetic and device."""

@@ -22,9 +22,9 @@ from alibi_lm.evals.statistics import MIN_DOCUMENTS, bootstrap_means
 TRUNCATED_CONTEXT = (
     "Truncated-context baseline of L tokens. One seeded sample of targets, the same at every "
     "length. A target with q tokens of context in its non-overlapping window is scored again with "
-    "the input cut to the last min(q, L) tokens. Loss gap = its loss less that one, in nats, paired target by target (0 "
-    "where nothing is cut), averaged over the whole sample; below 0: context beyond L helps. "
-    "Interval: 95% percentile bootstrap over documents."
+    "the input cut to the last min(q, L) tokens. Loss gap = its loss less that one, in nats, "
+    "paired target by target (0 where nothing is cut), averaged over the whole sample; below 0: "
+    "context beyond L helps. Interval: 95% percentile bootstrap over documents."
 )
 
 

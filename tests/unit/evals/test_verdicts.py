@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from alibi_lm.evals.verdicts import needle_verdict, perplexity_verdict
 
 from alibi_lm.evals.statistics import wilson
-from alibi_lm.evals.verdicts import needle_verdict, perplexity_verdict
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096)
 
@@ -44,8 +44,7 @@ def test_guessing_is_seldom_taken_for_retrieval() -> None:
     """300 grids of pure guessing: a correction for many cells must hold, or the best cell fools."""
     generator = np.random.default_rng(0)
     words = [
-        needle_verdict(grid(generator.binomial(20, 0.1, size=(6, 5)), 20))["word"]
-        for _ in range(300)
+        needle_verdict(grid(generator.binomial(20, 0.1, size=(6, 5)), 20)).word for _ in range(300)
     ]
     assert words.count("does not retrieve") >= 0.95 * len(words)
 
@@ -54,8 +53,8 @@ def test_one_lucky_cell_is_not_retrieval() -> None:
     correct = np.ones((6, 5), dtype=int)
     correct[1, 2] = 4
     verdict = needle_verdict(grid(correct, 10))
-    assert verdict["word"] == "does not retrieve"
-    assert "best of its cells 40% (17% to 69%)" in verdict["text"]
+    assert verdict.word == "does not retrieve"
+    assert "best of its cells 40% (17% to 69%)" in verdict.text
 
 
 @pytest.mark.parametrize(
@@ -70,7 +69,7 @@ def test_one_lucky_cell_is_not_retrieval() -> None:
 )
 def test_needle_words(by_length: tuple[int, ...], word: str) -> None:
     correct = np.repeat(np.array(by_length)[:, None], 5, axis=1)
-    assert needle_verdict(grid(correct, 20))["word"] == word
+    assert needle_verdict(grid(correct, 20)).word == word
 
 
 @pytest.mark.parametrize(
@@ -89,6 +88,6 @@ def test_perplexity_words(interval: list[float] | None, word: str) -> None:
         {"length": 4096, "perplexity": 9.5, "ratio": 0.95, "ratio_interval": interval},
     ]
     verdict = perplexity_verdict(rows, 256)
-    assert verdict["word"] == word
-    assert "16 times as long" in verdict["text"]
-    assert "does not show" in verdict["caveat"]
+    assert verdict.word == word
+    assert "16 times as long" in verdict.text
+    assert "does not show" in verdict.caveat

@@ -12,12 +12,13 @@ import torch
 
 from alibi_lm.evals import results
 from alibi_lm.evals.attention_span import evaluation
-from alibi_lm.evals.attention_span.evaluation import TrueReach, run_attention_span
+from alibi_lm.evals.attention_span.evaluation import AttentionSpan, TrueSpans
 from alibi_lm.evals.config import AttentionSpanConfig, PerplexityConfig
 from alibi_lm.evals.models.base import NativeModel
 from alibi_lm.evals.models.scorer import NativeScorer
-from alibi_lm.evals.perplexity.evaluation import run_perplexity
+from alibi_lm.evals.perplexity.evaluation import Perplexity
 from alibi_lm.evals.report import report
+from alibi_lm.evals.results import run_and_store
 from alibi_lm.evals.suite import read_suite
 from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.decoder import Decoder
@@ -47,7 +48,7 @@ def test_equal_scores_have_the_reach_of_their_slope() -> None:
     """Queries of 0: the mass at distance d and beyond is e^(-m d), less what the start cuts off."""
     epsilon, length = 1e-4, 2500
     slopes = alibi_slopes(4)
-    true = TrueReach(torch.tensor([2000, 2499]), length, slopes, epsilon)
+    true = TrueSpans(torch.tensor([2000, 2499]), length, slopes, epsilon)
     q, k = torch.zeros(4, length, 8), torch.randn(4, length, 8)
     for first in (0, 1000, 2000):
         stop = min(first + 1000, length)
@@ -62,27 +63,27 @@ def test_equal_scores_have_the_reach_of_their_slope() -> None:
 
 
 def test_the_eval_stores_what_is_proven_and_what_is_true(step: Any) -> None:
-    result = run_attention_span(
-        NativeModel(step), AttentionSpanConfig(num_tokens=6000, num_queries=20)
+    result = run_and_store(
+        AttentionSpan(), NativeModel(step), AttentionSpanConfig(num_tokens=6000, num_queries=20)
     )
-    assert len(result["rows"]) == 2 * 4
-    for row in result["rows"]:
-        assert row["true_median"] <= row["true_max"] <= row["certified_max"]
+    assert len(result.rows) == 2 * 4
+    for row in result.rows:
+        assert row.true_median <= row.true_max <= row.certified_max
         # The prior bound knows norms only, but counts all keys that are read; here 128 are, and
         # blocks begin to read at multiples of 64 before those.
-        rest = -math.log(-math.expm1(-128 * row["slope"])) / row["slope"]
-        assert row["certified_max"] <= max(128, row["prior"] + 65 + rest)
-    assert result["verdict"]["word"] == "not bounded"  # m = 1/256 needs above 3,500 tokens
-    steep = [row["certified_max"] for row in result["rows"] if row["head"] < 3]
+        rest = -math.log(-math.expm1(-128 * row.slope)) / row.slope
+        assert row.certified_max <= max(128, row.prior + 65 + rest)
+    assert result.verdict.word == "not bounded"  # m = 1/256 needs above 3,500 tokens
+    steep = [row.certified_max for row in result.rows if row.head < 3]
     assert max(steep) < 1500
-    assert result["composed"]["true"] <= result["composed"]["certified"]
-    assert results.stored(NativeModel(step), "attention_span") == result
+    assert result.composed.true <= result.composed.certified
+    assert results.shown(AttentionSpan(), NativeModel(step)) == result
     assert (step.evals_folder / "attention_span.png").stat().st_size > 10_000
     assert "through all layers" in "\n".join(report.summary_lines(NativeModel(step)))
     page = report.write_report(NativeModel(step)).read_text(encoding="utf-8")
     assert "How far heads read" in page
-    assert f"{result['rows'][0]['certified_max']:,}" in page
-    assert result["verdict"]["text"] in page
+    assert f"{result.rows[0].certified_max:,}" in page
+    assert result.verdict.text in page
 
 
 def test_evaluating_twice_measures_once(step: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,23 +95,24 @@ def test_evaluating_twice_measures_once(step: Any, capsys: pytest.CaptureFixture
 
 
 def test_a_short_reach_is_called_bounded(step: Any) -> None:
-    result = run_attention_span(
+    result = run_and_store(
+        AttentionSpan(),
         NativeModel(step),
         AttentionSpanConfig(num_tokens=8000, num_queries=4, pruning_tolerance=1e-3),
     )
-    assert result["verdict"]["word"] == "bounded"
-    longest = max(row["certified_max"] for row in result["rows"])
-    assert f"{longest:,} tokens back" in result["verdict"]["text"]
+    assert result.verdict.word == "bounded"
+    longest = max(row.certified_max for row in result.rows)
+    assert f"{longest:,} tokens back" in result.verdict.text
 
 
 def test_mistakes_are_named(tmp_path: Path, step: Any, corpus: Path) -> None:
     with pytest.raises(DataError, match="9,000 tokens"):
-        run_attention_span(NativeModel(step), AttentionSpanConfig(num_tokens=9000))
+        run_and_store(AttentionSpan(), NativeModel(step), AttentionSpanConfig(num_tokens=9000))
     with pytest.raises(ConfigError, match=r"attention_span\.num_tokens"):
-        run_attention_span(NativeModel(step), AttentionSpanConfig(num_tokens=500))
+        run_and_store(AttentionSpan(), NativeModel(step), AttentionSpanConfig(num_tokens=500))
     rotary = fake_step(tmp_path, [corpus], fake_decoder=model(position="rotary"))
     with pytest.raises(ConfigError, match="rotary"):
-        run_attention_span(NativeModel(rotary), AttentionSpanConfig(num_tokens=3000))
+        run_and_store(AttentionSpan(), NativeModel(rotary), AttentionSpanConfig(num_tokens=3000))
     with pytest.raises(ConfigError, match="pruning_tolerance"):
         read_suite(None, ["attention_span.pruning_tolerance=0"])
     with pytest.raises(ConfigError, match=r"perplexity\.pruning_tolerance"):
@@ -146,9 +148,9 @@ def test_perplexity_says_its_epsilon_and_equals_the_dense_one(step: Any) -> None
     found = {}
     for epsilon in (None, 0.0):
         config = PerplexityConfig(lengths=[128, 3000], pruning_tolerance=epsilon)
-        found[epsilon] = run_perplexity(NativeModel(step), config)
+        found[epsilon] = run_and_store(Perplexity(), NativeModel(step), config)
     assert found[None]["model"]["pruning_tolerance"] == DEFAULT_EPSILON
     assert found[0.0]["model"]["pruning_tolerance"] == 0
-    values = [[row["perplexity"] for row in found[e]["rows"]] for e in (None, 0.0)]
+    values = [[row.perplexity for row in found[e]["rows"]] for e in (None, 0.0)]
     assert values[0][0] == values[1][0]
     assert math.isclose(values[0][1], values[1][1], rel_tol=1e-5)

@@ -17,13 +17,14 @@ from alibi_lm.config_loading import build
 from alibi_lm.evals.config import GeneralizationConfig, SuiteConfig
 from alibi_lm.evals.generalization.evaluation import (
     DEFAULT_LENGTHS,
+    Generalization,
     evaluate,
     make_trials,
-    run_generalization,
 )
 from alibi_lm.evals.generalization.result import lines
 from alibi_lm.evals.models.base import NativeModel
 from alibi_lm.evals.models.scorer import NativeScorer, PromptScores
+from alibi_lm.evals.results import run_and_store
 from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.decoder import Decoder
 from alibi_lm.tasks.reasoning import END
@@ -128,22 +129,22 @@ def test_a_model_that_solves_up_to_some_items_is_said_to(
     tmp_path: Path, tokenizer: WordTokenizer, reach: int, word: str, text: str
 ) -> None:
     eval_model = subject_of(tmp_path, tokenizer)
-    result = run_generalization(eval_model, CONFIG, Solver(tokenizer, reach))
-    assert result["verdict"]["word"] == word
-    assert text in result["verdict"]["text"]
-    assert result["lengths"] == list(DEFAULT_LENGTHS)
-    assert len(result["cells"]) == 3 * 8
-    for cell in result["cells"]:
-        assert cell["trials"] == 10
-        assert cell["rate"] == (cell["items"] <= reach)
-        assert cell["interval"][0] <= cell["rate"] <= cell["interval"][1]
-        if cell["items"] <= reach:
-            assert cell["teacher_forced"] == 1
-            assert cell["loss"] == pytest.approx(math.log(4 / 3), rel=1e-5)
-        elif cell["task"] != "addition":  # whose answers may have a digit more
-            tokens = cell["items"]
-            assert cell["teacher_forced"] == pytest.approx((tokens - 1) / tokens)
-    assert all(own["reach"] == reach for own in result["verdict"]["tasks"].values())
+    result = run_and_store(Generalization(), eval_model, CONFIG, Solver(tokenizer, reach))
+    assert result.verdict.word == word
+    assert text in result.verdict.text
+    assert result.lengths == list(DEFAULT_LENGTHS)
+    assert len(result.cells) == 3 * 8
+    for cell in result.cells:
+        assert cell.trials == 10
+        assert cell.rate == (cell.items <= reach)
+        assert cell.interval[0] <= cell.rate <= cell.interval[1]
+        if cell.items <= reach:
+            assert cell.teacher_forced == 1
+            assert cell.loss == pytest.approx(math.log(4 / 3), rel=1e-5)
+        elif cell.task != "addition":  # whose answers may have a digit more
+            tokens = cell.items
+            assert cell.teacher_forced == pytest.approx((tokens - 1) / tokens)
+    assert all(own.reach == reach for own in result.verdict.tasks.values())
     stored = json.loads((eval_model.evals_folder / "generalization.json").read_text())
     assert stored == json.loads(json.dumps(result))
     assert (eval_model.evals_folder / "generalization.png").stat().st_size > 10_000
@@ -151,9 +152,11 @@ def test_a_model_that_solves_up_to_some_items_is_said_to(
 
 
 def test_a_blind_model_has_learned_nothing(tmp_path: Path, tokenizer: WordTokenizer) -> None:
-    result = run_generalization(subject_of(tmp_path, tokenizer), CONFIG, Blind(tokenizer, 0))
-    assert result["verdict"]["word"] == "not learned"
-    assert all(cell["rate"] == cell["teacher_forced"] == 0 for cell in result["cells"])
+    result = run_and_store(
+        Generalization(), subject_of(tmp_path, tokenizer), CONFIG, Blind(tokenizer, 0)
+    )
+    assert result.verdict.word == "not learned"
+    assert all(cell.rate == cell.teacher_forced == 0 for cell in result.cells)
 
 
 def test_an_answer_that_goes_on_is_wrong(tmp_path: Path, tokenizer: WordTokenizer) -> None:
@@ -161,17 +164,21 @@ def test_an_answer_that_goes_on_is_wrong(tmp_path: Path, tokenizer: WordTokenize
         def _ids(self, prompt: str) -> tuple[list[int], bool]:
             return self._tokenizer.encode(self._solution(prompt)[0] + " a" + END), True
 
-    result = run_generalization(subject_of(tmp_path, tokenizer), CONFIG, Rambling(tokenizer, 0))
-    assert all(cell["rate"] == 0 for cell in result["cells"])
+    result = run_and_store(
+        Generalization(), subject_of(tmp_path, tokenizer), CONFIG, Rambling(tokenizer, 0)
+    )
+    assert all(cell.rate == 0 for cell in result.cells)
 
 
 def test_without_lengths_on_both_sides_it_cannot_tell(
     tmp_path: Path, tokenizer: WordTokenizer
 ) -> None:
     config = GeneralizationConfig(num_trials=2, lengths=[5, 20])
-    result = run_generalization(subject_of(tmp_path, tokenizer), config, Solver(tokenizer, 40))
-    assert result["verdict"]["word"] == "cannot tell"
-    assert "no length beyond 20" in result["verdict"]["text"]
+    result = run_and_store(
+        Generalization(), subject_of(tmp_path, tokenizer), config, Solver(tokenizer, 40)
+    )
+    assert result.verdict.word == "cannot tell"
+    assert "no length beyond 20" in result.verdict.text
 
 
 def test_the_models_own_answers_are_those_of_plain_greedy_decoding(
@@ -181,7 +188,7 @@ def test_the_models_own_answers_are_those_of_plain_greedy_decoding(
     config = GeneralizationConfig(num_trials=6, lengths=[1, 2, 25], tasks=["copy", "addition"])
     decoder = Decoder(ModelConfig(num_layers=2, hidden_size=32, num_heads=4, vocab_size=4096))
     scorer = NativeScorer(decoder)
-    result = run_generalization(subject_of(tmp_path, tokenizer), config, scorer)
+    result = run_and_store(Generalization(), subject_of(tmp_path, tokenizer), config, scorer)
     index = 0
     for task in config.tasks:
         for items in (1, 2, 25):
@@ -194,9 +201,9 @@ def test_the_models_own_answers_are_those_of_plain_greedy_decoding(
                 loss -= float(own.sum())
                 likely += int((own > math.log(0.5)).sum())
                 tokens += len(trial.answer)
-            cell = result["cells"][index]
-            assert cell["loss"] == pytest.approx(loss / tokens, rel=1e-5)
-            assert cell["teacher_forced"] == likely / tokens
+            cell = result.cells[index]
+            assert cell.loss == pytest.approx(loss / tokens, rel=1e-5)
+            assert cell.teacher_forced == likely / tokens
             index += 1
 
 
@@ -215,14 +222,14 @@ def test_lengths_without_positions_are_refused_or_left_out(
     eval_model = subject_of(tmp_path, tokenizer)
     eval_model.checkpoint.config.model.max_positions = 60
     config = GeneralizationConfig(num_trials=2, tasks=["copy"])
-    result = run_generalization(eval_model, config, Solver(tokenizer, 40))
-    assert result["lengths"] == [5, 10, 15, 20, 25]
+    result = run_and_store(Generalization(), eval_model, config, Solver(tokenizer, 40))
+    assert result.lengths == [5, 10, 15, 20, 25]
     assert "left out by default" in capsys.readouterr().err
     asked = GeneralizationConfig(num_trials=2, tasks=["copy"], lengths=[5, 40])
     with pytest.raises(ConfigError, match=r"lengths = 40: takes 85 tokens"):
-        run_generalization(eval_model, asked, Solver(tokenizer, 40))
+        run_and_store(Generalization(), eval_model, asked, Solver(tokenizer, 40))
     with pytest.raises(DataError, match="has no tokenizer"):
-        run_generalization(subject_of(tmp_path, None), config)
+        run_and_store(Generalization(), subject_of(tmp_path, None), config)
 
 
 def test_it_is_run_once(
@@ -233,7 +240,7 @@ def test_it_is_run_once(
     monkeypatch.setattr(NativeModel, "scorer", lambda self, *a, **k: Solver(tokenizer, 20))
     first = evaluate(eval_model, CONFIG)
     assert "stops at 20 items" in capsys.readouterr().out
-    assert evaluate(eval_model, CONFIG)["seconds"] == first["seconds"]
+    assert evaluate(eval_model, CONFIG)["seconds"] == first.seconds
     assert "done before" in capsys.readouterr().out
 
 

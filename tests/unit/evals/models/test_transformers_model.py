@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from alibi_lm.checkpoint.step import Step
 from alibi_lm.cli.main import main
-from alibi_lm.evals.attention_span.evaluation import run_attention_span
+from alibi_lm.evals.attention_span.evaluation import AttentionSpan
 from alibi_lm.evals.config import (
     AttentionSpanConfig,
     NeedleConfig,
@@ -23,11 +23,11 @@ from alibi_lm.evals.config import (
 from alibi_lm.evals.models import scorer
 from alibi_lm.evals.models.base import EvalModel, EvalOptions, NativeModel
 from alibi_lm.evals.models.resolve import resolve_model
-from alibi_lm.evals.perplexity.evaluation import run_perplexity
+from alibi_lm.evals.perplexity.evaluation import Perplexity
 from alibi_lm.evals.report.report import summary_lines, write_report
-from alibi_lm.evals.results import open_corpora
-from alibi_lm.evals.retrieval.evaluation import run_retrieval
-from alibi_lm.evals.retrieval.needle import run_needle
+from alibi_lm.evals.results import open_corpora, run_and_store
+from alibi_lm.evals.retrieval.evaluation import Retrieval
+from alibi_lm.evals.retrieval.needle import Needle
 from alibi_lm.evals.retrieval.needle_prompts import PromptMaker
 from alibi_lm.hf.exporting.exporter import export
 from alibi_lm.model.inference.kv_cache import KVCache
@@ -88,30 +88,26 @@ def eval_models(exported: tuple[Step, Path]) -> list[EvalModel]:
 
 def losses(result: dict[str, Any]) -> list[float]:
     """Every loss and excess of a perplexity result."""
-    rows = [*result["rows"], *result["sliding"]["rows"], *result["fixed_target"]["rows"]]
-    return [
-        row["loss"]
-        for row in rows + result["by_position"]["rows"] + result["truncated_context"]["rows"]
-    ]
+    rows = [*result.rows, *result.sliding.rows, *result.fixed_target.rows]
+    return [row.loss for row in rows + result.by_position.rows + result.truncated_context.rows]
 
 
 def test_one_models_perplexity_is_the_same_natively_imported_and_by_its_class(
     exported: tuple[Step, Path],
 ) -> None:
-    native, *others = (run_perplexity(one, PERPLEXITY) for one in eval_models(exported))
+    native, *others = (
+        run_and_store(Perplexity(), one, PERPLEXITY) for one in eval_models(exported)
+    )
     assert len(losses(native)) > 15
-    assert native["training_length"] == LENGTH
+    assert native.training_length == LENGTH
     for result, kind in zip(others, ("native", "hf"), strict=True):
-        assert result["model"]["kind"] == kind
-        assert result["training_length"] == LENGTH
+        assert result.model.kind == kind
+        assert result.training_length == LENGTH
         assert losses(result) == pytest.approx(losses(native), rel=1e-5)
-        for ours, theirs in zip(native["rows"], result["rows"], strict=True):
-            assert theirs["perplexity"] == pytest.approx(ours["perplexity"], rel=1e-5)
-            assert theirs["bits_per_byte"] == pytest.approx(ours["bits_per_byte"], rel=1e-5)
-        assert (
-            result["truncated_context"]["verdict"]["word"]
-            == native["truncated_context"]["verdict"]["word"]
-        )
+        for ours, theirs in zip(native.rows, result.rows, strict=True):
+            assert theirs.perplexity == pytest.approx(ours.perplexity, rel=1e-5)
+            assert theirs.bits_per_byte == pytest.approx(ours.bits_per_byte, rel=1e-5)
+        assert result.truncated_context.verdict.word == native.truncated_context.verdict.word
 
 
 def test_one_models_needle_answers_are_the_same(exported: tuple[Step, Path]) -> None:
@@ -121,18 +117,18 @@ def test_one_models_needle_answers_are_the_same(exported: tuple[Step, Path]) -> 
     prompts = torch.stack([torch.from_numpy(trial.prompt(0.5)) for trial in trials])
     choices = torch.tensor([[answer.tokens for answer in trial.candidates] for trial in trials])
     wanted = native.scorer("fp32").loglikelihood_and_generate(prompts, choices, 12)
-    grid = run_needle(native, NEEDLE)
-    wanted_cells = run_retrieval(native, RETRIEVAL)["cells"]
+    grid = run_and_store(Needle(), native, NEEDLE)
+    wanted_cells = run_and_store(Retrieval(), native, RETRIEVAL)["cells"]
     for eval_model in others:
         found = eval_model.scorer("fp32").loglikelihood_and_generate(prompts, choices, 12)
         assert torch.equal(found.generated, wanted.generated)
         torch.testing.assert_close(
             found.loglikelihoods, wanted.loglikelihoods, rtol=1e-4, atol=1e-4
         )
-        result = run_needle(eval_model, NEEDLE)
-        assert result["cells"] == grid["cells"]
-        assert result["by_length"] == grid["by_length"]
-        assert run_retrieval(eval_model, RETRIEVAL)["cells"] == wanted_cells
+        result = run_and_store(Needle(), eval_model, NEEDLE)
+        assert result.cells == grid.cells
+        assert result.by_length == grid.by_length
+        assert run_and_store(Retrieval(), eval_model, RETRIEVAL)["cells"] == wanted_cells
 
 
 def test_long_inputs_of_an_imported_model_go_through_the_fast_engine(tmp_path: Path) -> None:
@@ -171,17 +167,20 @@ def test_far_keys_left_out_of_long_prompts_change_no_answer(
     for name in (str(step.folder.parent.parent), f"hf:{folder}"):
         eval_model = resolve_model(name, EvalOptions(corpus=corpus, out=tmp_path / name[:3]))
         for fast, dense in (
-            [run_needle(eval_model, replace(needle, pruning_tolerance=e)) for e in (None, 0.0)],
             [
-                run_retrieval(eval_model, replace(retrieval, pruning_tolerance=e))
+                run_and_store(Needle(), eval_model, replace(needle, pruning_tolerance=e))
+                for e in (None, 0.0)
+            ],
+            [
+                run_and_store(Retrieval(), eval_model, replace(retrieval, pruning_tolerance=e))
                 for e in (None, 0.0)
             ],
         ):
-            assert (fast["model"]["pruning_tolerance"], dense["model"]["pruning_tolerance"]) == (
+            assert (fast.model.pruning_tolerance, dense.model.pruning_tolerance) == (
                 1e-6,
                 0.0,
             )
-            assert fast["cells"] == dense["cells"]
+            assert fast.cells == dense.cells
         maker = PromptMaker(eval_model.tokenizer(), open_corpora(eval_model, needle), 0)  # type: ignore[arg-type]
         trials = [maker.trial(2600, index) for index in range(2)]
         prompts = torch.stack([torch.from_numpy(trial.prompt(0.5)) for trial in trials])
@@ -206,15 +205,15 @@ def test_text_is_tokenized_on_the_fly(exported: tuple[Step, Path], tmp_path: Pat
     lines = [json.dumps({"text": text}) for text in texts()]
     (tmp_path / "lines.jsonl").write_text("\n".join(lines))
     config = PerplexityConfig(lengths=[LENGTH, 96], truncated_context_targets=None, max_tokens=1000)
-    wanted = run_perplexity(NativeModel(step), config)
+    wanted = run_and_store(Perplexity(), NativeModel(step), config)
     for engine in ("native", "hf"):
         for path in ("texts", "texts/*.txt", "lines.jsonl"):
             choices = EvalOptions(engine=engine, text=(path,))
-            result = run_perplexity(resolve_model(f"hf:{folder}", choices), config)
-            assert result["num_tokens"] == wanted["num_tokens"], (engine, path)
-            assert result["rows"][1]["loss"] == pytest.approx(wanted["rows"][1]["loss"], rel=1e-5)
+            result = run_and_store(Perplexity(), resolve_model(f"hf:{folder}", choices), config)
+            assert result.num_tokens == wanted.num_tokens, (engine, path)
+            assert result.rows[1].loss == pytest.approx(wanted.rows[1].loss, rel=1e-5)
     native = NativeModel(step, EvalOptions(text=("texts",), out=tmp_path / "out"))
-    assert run_perplexity(native, config)["rows"] == wanted["rows"]
+    assert run_and_store(Perplexity(), native, config).rows == wanted.rows
     assert (tmp_path / "out" / "perplexity.json").is_file()
 
 
@@ -255,9 +254,9 @@ def test_the_report_and_horizons_of_an_imported_model(exported: tuple[Step, Path
     )
     assert "attention_span" not in "\n".join(summary_lines(stock))
     with pytest.raises(ConfigError, match="--engine = hf: this eval looks into"):
-        run_attention_span(stock, AttentionSpanConfig(num_tokens=3000))
+        run_and_store(AttentionSpan(), stock, AttentionSpanConfig(num_tokens=3000))
     with pytest.raises(DataError, match=r"not more than num_tokens"):
-        run_attention_span(eval_model, AttentionSpanConfig(num_tokens=90_000))
+        run_and_store(AttentionSpan(), eval_model, AttentionSpanConfig(num_tokens=90_000))
 
 
 def test_mistakes_are_named(
@@ -269,7 +268,7 @@ def test_mistakes_are_named(
     with pytest.raises(ConfigError, match=r"--engine = hf: computes Hugging Face models"):
         resolve_model(str(step.run_folder), EvalOptions(engine="hf"))
     with pytest.raises(DataError, match=r"names no validation corpus; set text="):
-        run_perplexity(resolve_model(f"hf:{folder}"), PERPLEXITY)
+        run_and_store(Perplexity(), resolve_model(f"hf:{folder}"), PERPLEXITY)
     stock = resolve_model(f"hf:{folder}", EvalOptions(engine="hf"))
     with pytest.raises(ConfigError, match="takes another scaling"):
         stock.scorer("fp32", None, {"kind": "linear", "factor": 2})
@@ -280,7 +279,7 @@ def test_mistakes_are_named(
     for engine in ("native", "hf"):
         eval_model = resolve_model(f"hf:{bare}", EvalOptions(engine=engine, text=(str(bare),)))
         with pytest.raises(DataError, match="has no tokenizer to write needles with"):
-            run_needle(eval_model, NEEDLE)
+            run_and_store(Needle(), eval_model, NEEDLE)
         with pytest.raises(
             DataError, match=r"text = .*bare: hf:.*bare has no tokenizer; give corp"
         ):

@@ -116,7 +116,7 @@ def test_logits_and_scores_of_a_long_input_are_never_held_whole() -> None:
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         out = forward(*args, **kwargs)
-        seen.append((out.logits.numel(), kwargs["input_ids"].shape[1]))
+        seen.append((out.logits.numel(), kwargs.input_ids.shape[1]))
         return out
 
     model.forward = watched

@@ -15,8 +15,8 @@ from alibi_lm.evals.config import PerplexityConfig
 from alibi_lm.evals.models.base import NativeModel
 from alibi_lm.evals.models.scorer import NativeScorer
 from alibi_lm.evals.perplexity.documents import target_bytes
-from alibi_lm.evals.perplexity.evaluation import run_perplexity
-from alibi_lm.evals.results import default_lengths, finished, stored
+from alibi_lm.evals.perplexity.evaluation import Perplexity
+from alibi_lm.evals.results import default_lengths, finished, run_and_store, stored
 from alibi_lm.evals.suite import read_suite
 from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.decoder import Decoder
@@ -74,14 +74,14 @@ def test_perplexity_equals_a_plain_computation(tmp_path: Path, batch_tokens: int
     step = fake_step(tmp_path, [write_documents(tmp_path / "v", documents)], length=16)
     step.fake_decoder = decoder()
     config = PerplexityConfig(lengths=[8, 16, 32], batch_tokens=batch_tokens)
-    result = run_perplexity(NativeModel(step), config)
+    result = run_and_store(Perplexity(), NativeModel(step), config)
     scored = [document for document in documents if len(document) > 32]
-    assert result["num_documents"] == len(scored) == 5
-    for row in result["rows"]:
-        loss, count = plain_loss(decoder(), scored, row["length"])
-        assert row["loss"] == pytest.approx(loss, rel=1e-5)
-        assert row["perplexity"] == pytest.approx(math.exp(loss), rel=1e-4)
-        assert count == result["num_tokens"]
+    assert result.num_documents == len(scored) == 5
+    for row in result.rows:
+        loss, count = plain_loss(decoder(), scored, row.length)
+        assert row.loss == pytest.approx(loss, rel=1e-5)
+        assert row.perplexity == pytest.approx(math.exp(loss), rel=1e-4)
+        assert count == result.num_tokens
 
 
 def test_bf16_is_near_fp32(tmp_path: Path) -> None:
@@ -90,9 +90,9 @@ def test_bf16_is_near_fp32(tmp_path: Path) -> None:
     for precision in ("fp32", "bf16"):
         step.fake_decoder = decoder()
         suite = read_suite(None, [f"perplexity.precision={precision}", "perplexity.lengths=[16]"])
-        result = run_perplexity(NativeModel(step), suite.perplexity)
-        losses.append(result["rows"][0]["loss"])
-        assert result["model"]["dtype"] == {"fp32": "float32", "bf16": "bfloat16"}[precision]
+        result = run_and_store(Perplexity(), NativeModel(step), suite.perplexity)
+        losses.append(result.rows[0].loss)
+        assert result.model.dtype == {"fp32": "float32", "bf16": "bfloat16"}[precision]
     assert losses[0] != losses[1]
     assert losses[0] == pytest.approx(losses[1], rel=3e-2)
 
@@ -104,15 +104,17 @@ def test_a_uniform_model_has_the_vocabulary_as_perplexity(tmp_path: Path) -> Non
     step = fake_step(tmp_path, [write_documents(tmp_path / "v", documents)], 32)
     step.fake_tokenizer = tokenizer
     uniform = PlantedLosses(lambda t, p: torch.full(t.shape, math.log(VOCAB_SIZE)))
-    result = run_perplexity(NativeModel(step), PerplexityConfig(lengths=[16, 32, 64]), uniform)
+    result = run_and_store(
+        Perplexity(), NativeModel(step), PerplexityConfig(lengths=[16, 32, 64]), uniform
+    )
     num_bytes = sum(len(t.encode()) - len(tokenizer.decode(d[:1]))
                     for t, d in zip(texts, documents, strict=True))  # fmt: skip
-    assert result["num_bytes"] == num_bytes
-    for row in result["rows"]:
-        assert row["perplexity"] == pytest.approx(VOCAB_SIZE, rel=1e-5)
-        bits = 12 * result["num_tokens"] / num_bytes
-        assert row["bits_per_byte"] == pytest.approx(bits, rel=1e-5)
-    assert result["verdict"]["word"] == "holds"
+    assert result.num_bytes == num_bytes
+    for row in result.rows:
+        assert row.perplexity == pytest.approx(VOCAB_SIZE, rel=1e-5)
+        bits = 12 * result.num_tokens / num_bytes
+        assert row.bits_per_byte == pytest.approx(bits, rel=1e-5)
+    assert result.verdict.word == "holds"
 
 
 def test_a_bigram_model_scores_the_same_at_every_length(tmp_path: Path) -> None:
@@ -124,13 +126,13 @@ def test_a_bigram_model_scores_the_same_at_every_length(tmp_path: Path) -> None:
         return table[targets]
 
     step = fake_step(tmp_path, [write_documents(tmp_path / "v", documents)], 32)
-    result = run_perplexity(
-        NativeModel(step), PerplexityConfig(lengths=[1, 32, 128]), PlantedLosses(rule)
+    result = run_and_store(
+        Perplexity(), NativeModel(step), PerplexityConfig(lengths=[1, 32, 128]), PlantedLosses(rule)
     )
     wanted = np.mean([table[token].item() for document in documents for token in document[1:]])
-    for row in result["rows"]:
-        assert row["loss"] == pytest.approx(wanted, rel=1e-6)
-        assert row["ratio"] == pytest.approx(1, rel=1e-6)
+    for row in result.rows:
+        assert row.loss == pytest.approx(wanted, rel=1e-6)
+        assert row.ratio == pytest.approx(1, rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -145,11 +147,14 @@ def test_a_bigram_model_scores_the_same_at_every_length(tmp_path: Path) -> None:
 def test_verdicts_on_planted_models(tmp_path: Path, rule: Any, word: str) -> None:
     documents = random_documents([300 + 7 * i for i in range(12)])
     step = fake_step(tmp_path, [write_documents(tmp_path / "v", documents)], 32)
-    result = run_perplexity(
-        NativeModel(step), PerplexityConfig(lengths=[16, 32, 256]), PlantedLosses(rule)
+    result = run_and_store(
+        Perplexity(),
+        NativeModel(step),
+        PerplexityConfig(lengths=[16, 32, 256]),
+        PlantedLosses(rule),
     )
-    assert result["verdict"]["word"] == word
-    assert "does not show" in result["verdict"]["caveat"]
+    assert result.verdict.word == word
+    assert "does not show" in result.verdict.caveat
 
 
 def test_verdict_cannot_tell_without_the_training_length_or_from_one_document(
@@ -158,9 +163,11 @@ def test_verdict_cannot_tell_without_the_training_length_or_from_one_document(
     planted = PlantedLosses(lambda t, p: torch.ones(t.shape))
     step = fake_step(tmp_path, [write_documents(tmp_path / "v", random_documents([300]))], 32)
     for lengths in ([64, 128], [16, 32], [32, 128]):
-        result = run_perplexity(NativeModel(step), PerplexityConfig(lengths=lengths), planted)
-        assert result["verdict"]["word"] == "cannot tell"
-    assert result["rows"][0]["perplexity_interval"] is None
+        result = run_and_store(
+            Perplexity(), NativeModel(step), PerplexityConfig(lengths=lengths), planted
+        )
+        assert result.verdict.word == "cannot tell"
+    assert result.rows[0].perplexity_interval is None
     assert (tmp_path / "run/evals/step_00000007/perplexity.png").read_bytes()[:4] == b"\x89PNG"
 
 
@@ -169,56 +176,58 @@ def test_result_names_protocol_corpus_run_step_versions(tmp_path: Path) -> None:
     step = fake_step(tmp_path, [prefix], 32)
     planted = PlantedLosses(lambda t, p: torch.ones(t.shape))
     config = PerplexityConfig(lengths=[32, 64])
-    assert finished(NativeModel(step), "perplexity", config) is None
-    result = run_perplexity(NativeModel(step), config, planted)
+    assert finished(Perplexity(), NativeModel(step), config) is None
+    result = run_and_store(Perplexity(), NativeModel(step), config, planted)
     text = (step.evals_folder / "perplexity.json").read_text()
     assert (
         json.loads(text)
-        == stored(NativeModel(step), "perplexity")
-        == finished(NativeModel(step), "perplexity", config)
+        == shown(Perplexity(), NativeModel(step))
+        == finished(Perplexity(), NativeModel(step), config)
     )
     assert json.loads(text) == json.loads(json.dumps(result))
-    assert result["lengths"] == result["stride"] == [32, 64]
-    assert result["corpus"][0]["prefix"] == str(prefix)
-    assert result["corpus"][0]["num_long_documents"] == 2
-    assert (result["run"], result["step"]) == (str(tmp_path / "run"), 7)
-    assert set(result["versions"]) == {"alibi_lm", "torch"}
-    assert "x[s+1:s+L+1]" in result["protocol"]
+    assert result.lengths == result.stride == [32, 64]
+    assert result.corpus[0].prefix == str(prefix)
+    assert result.corpus[0].num_long_documents == 2
+    assert (result.run, result.step) == (str(tmp_path / "run"), 7)
+    assert set(result.versions) == {"alibi_lm", "torch"}
+    assert "x[s+1:s+L+1]" in result.protocol
 
 
 def test_finished_asks_for_the_same_settings_corpus_and_step(tmp_path: Path) -> None:
     step = fake_step(tmp_path, [write_documents(tmp_path / "v", random_documents([300, 310]))], 32)
     config = PerplexityConfig(lengths=[32, 64])
-    run_perplexity(NativeModel(step), config, PlantedLosses(lambda t, p: torch.ones(t.shape)))
-    assert finished(NativeModel(step), "perplexity", config)
-    assert finished(NativeModel(step), "perplexity", PerplexityConfig(lengths=[32])) is None
-    assert finished(NativeModel(step), "needle", config) is None
+    run_and_store(
+        Perplexity(), NativeModel(step), config, PlantedLosses(lambda t, p: torch.ones(t.shape))
+    )
+    assert finished(Perplexity(), NativeModel(step), config)
+    assert finished(Perplexity(), NativeModel(step), PerplexityConfig(lengths=[32])) is None
+    assert finished(Needle(), NativeModel(step), config) is None
     step.digest = "another"
-    assert finished(NativeModel(step), "perplexity", config) is None
-    assert stored(NativeModel(step), "perplexity") is None
+    assert finished(Perplexity(), NativeModel(step), config) is None
+    assert shown(Perplexity(), NativeModel(step)) is None
     step.digest = "d1"
     write_documents(tmp_path / "v", random_documents([300, 311]))
-    assert finished(NativeModel(step), "perplexity", config) is None
+    assert finished(Perplexity(), NativeModel(step), config) is None
     (step.evals_folder / "perplexity.json").write_text('{"eval": "perp')
-    assert stored(NativeModel(step), "perplexity") is None
+    assert shown(Perplexity(), NativeModel(step)) is None
 
 
 def test_max_tokens_takes_whole_documents(tmp_path: Path) -> None:
     documents = random_documents([101] * 20)
     step = fake_step(tmp_path, [write_documents(tmp_path / "v", documents)], 32)
     planted = PlantedLosses(lambda t, p: torch.ones(t.shape))
-    result = run_perplexity(
-        NativeModel(step), PerplexityConfig(lengths=[32], max_tokens=250), planted
+    result = run_and_store(
+        Perplexity(), NativeModel(step), PerplexityConfig(lengths=[32], max_tokens=250), planted
     )
-    assert (result["num_documents"], result["num_tokens"]) == (3, 300)
-    assert result["corpus"][0]["num_long_documents"] == 20
+    assert (result.num_documents, result.num_tokens) == (3, 300)
+    assert result.corpus[0].num_long_documents == 20
 
 
 def test_no_document_long_enough_is_refused_by_name(tmp_path: Path) -> None:
     prefix = write_documents(tmp_path / "v", random_documents([64, 65, 512]))
     step = fake_step(tmp_path, [prefix], 32)
     with pytest.raises(DataError, match=r"more than 512 tokens.*longest document has 512") as error:
-        run_perplexity(NativeModel(step), PerplexityConfig(), PlantedLosses(None))
+        run_and_store(Perplexity(), NativeModel(step), PerplexityConfig(), PlantedLosses(None))
     assert str(prefix) in str(error.value)
     assert not step.evals_folder.exists()
 
@@ -226,10 +235,13 @@ def test_no_document_long_enough_is_refused_by_name(tmp_path: Path) -> None:
 def test_empty_corpora_and_none_are_refused(tmp_path: Path) -> None:
     step = fake_step(tmp_path, [write_documents(tmp_path / "v", [])], 32)
     with pytest.raises(DataError, match="longest document has 0"):
-        run_perplexity(NativeModel(step), PerplexityConfig(), PlantedLosses(None))
+        run_and_store(Perplexity(), NativeModel(step), PerplexityConfig(), PlantedLosses(None))
     with pytest.raises(DataError, match="names no validation corpus"):
-        run_perplexity(
-            NativeModel(fake_step(tmp_path, [], 32)), PerplexityConfig(), PlantedLosses(None)
+        run_and_store(
+            Perplexity(),
+            NativeModel(fake_step(tmp_path, [], 32)),
+            PerplexityConfig(),
+            PlantedLosses(None),
         )
 
 
@@ -237,7 +249,7 @@ def test_losses_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     step = fake_step(tmp_path, [write_documents(tmp_path / "v", random_documents([99]))], 32)
     planted = PlantedLosses(lambda t, p: torch.full(t.shape, math.nan))
     with pytest.raises(CheckpointError, match="not finite"):
-        run_perplexity(NativeModel(step), PerplexityConfig(lengths=[32]), planted)
+        run_and_store(Perplexity(), NativeModel(step), PerplexityConfig(lengths=[32]), planted)
     assert not (step.evals_folder / "perplexity.json").exists()
 
 

@@ -16,7 +16,7 @@ from alibi_lm.evals.config import PerplexityConfig
 from alibi_lm.evals.models.base import NativeModel
 from alibi_lm.evals.models.scorer import NativeScorer
 from alibi_lm.evals.perplexity.documents import tail_bytes, target_bytes
-from alibi_lm.evals.perplexity.evaluation import run_perplexity
+from alibi_lm.evals.perplexity.evaluation import Perplexity
 from alibi_lm.evals.perplexity.protocols import target_losses, window_losses
 from alibi_lm.evals.perplexity.truncated_context import cut_losses, draw
 from alibi_lm.evals.perplexity.windows import (
@@ -25,6 +25,7 @@ from alibi_lm.evals.perplexity.windows import (
     non_overlapping_windows,
     sliding_windows,
 )
+from alibi_lm.evals.results import run_and_store
 from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.decoder import Decoder
 from alibi_lm.utils.errors import ConfigError
@@ -150,13 +151,14 @@ def test_the_null_model_equals_a_plain_computation(dtype: torch.dtype, close: fl
         assert beyond > 20
 
 
-def run(tmp_path: Path, dtype: torch.dtype = torch.float64, **settings: Any) -> dict[str, Any]:
+def run(tmp_path: Path, dtype: torch.dtype = torch.float64, **settings: Any) -> Any:
     """All protocols on the documents of more than 32 tokens."""
     some = [x.tolist() for x in documents()] + [[7, 3] * 20]
     step = fake_step(tmp_path, [write_documents(tmp_path / "v", some)], LENGTH)
     defaults: dict[str, Any] = {"lengths": [LENGTH, 32], "stride": 5, "fixed_targets": 6,
                                 "truncated_context_targets": 1000}  # fmt: skip
-    return run_perplexity(
+    return run_and_store(
+        Perplexity(),
         NativeModel(step),
         PerplexityConfig(**defaults | settings),
         NativeScorer(decoder().to(dtype)),
@@ -175,34 +177,34 @@ def test_the_results_rows_are_those_computations(
         return float(np.mean([plain(x, rule(len(x), target), target) for x, target in some]))
 
     rows = {name: result[name]["rows"] for name in ("sliding", "fixed_target", "truncated_context")}
-    assert result["rows"][0]["loss"] == pytest.approx(mean(tiled), rel=close)
-    assert rows["sliding"][0]["loss"] == pytest.approx(mean(slid), rel=close)
-    assert rows["sliding"][0]["perplexity"] == pytest.approx(math.exp(mean(slid)), rel=10 * close)
+    assert result.rows[0].loss == pytest.approx(mean(tiled), rel=close)
+    assert rows.sliding[0].loss == pytest.approx(mean(slid), rel=close)
+    assert rows.sliding[0].perplexity == pytest.approx(math.exp(mean(slid)), rel=10 * close)
     last = [(x, target) for x, target in targets if target >= len(x) - 6]
-    for row in rows["fixed_target"]:
-        start = row["length"] + 1
+    for row in rows.fixed_target:
+        start = row.length + 1
         right = mean(lambda size, target, start=start: size - start, last)  # type: ignore[misc]
-        assert row["loss"] == pytest.approx(right, rel=close)
-    assert result["fixed_target"]["num_tokens"] == len(last) == 18
+        assert row.loss == pytest.approx(right, rel=close)
+    assert result.fixed_target.num_tokens == len(last) == 18
 
     def cut(size: int, target: int) -> int:
         return max((target - 1) // 32 * 32, target - LENGTH)
 
     # 1000 is more than there are: the sample is every target.
-    assert result["truncated_context"]["num_targets"] == len(targets) == result["num_tokens"]
-    null = rows["truncated_context"][1]
-    assert rows["truncated_context"][0]["loss_gap"] == 0.0
-    assert null["loss"] == pytest.approx(result["rows"][1]["loss"], rel=1e-9)
-    assert null["truncated_context_loss"] == pytest.approx(mean(cut), rel=close)
-    assert null["loss_gap"] == pytest.approx(result["rows"][1]["loss"] - mean(cut), abs=10 * close)
-    by_position = result["by_position"]
-    assert [(row["first"], row["last"]) for row in by_position["rows"]] == [
+    assert result.truncated_context.num_targets == len(targets) == result.num_tokens
+    null = rows.truncated_context[1]
+    assert rows.truncated_context[0].loss_gap == 0.0
+    assert null.loss == pytest.approx(result.rows[1].loss, rel=1e-9)
+    assert null.truncated_context_loss == pytest.approx(mean(cut), rel=close)
+    assert null.loss_gap == pytest.approx(result.rows[1].loss - mean(cut), abs=10 * close)
+    by_position = result.by_position
+    assert [(row.first, row.last) for row in by_position.rows] == [
         (1, 1), (2, 3), (4, 7), (8, 15), (16, 31), (32, 32)
     ]  # fmt: skip
-    for row in by_position["rows"]:
-        some = [(x, target) for x in scored for target in range(row["first"], row["last"] + 1)]
-        assert row["num_targets"] == len(some)
-        assert row["loss"] == pytest.approx(mean(lambda size, target: 0, some), rel=close)
+    for row in by_position.rows:
+        some = [(x, target) for x in scored for target in range(row.first, row.last + 1)]
+        assert row.num_targets == len(some)
+        assert row.loss == pytest.approx(mean(lambda size, target: 0, some), rel=close)
     for name in rows:
         assert result[name]["protocol"]
 
@@ -212,17 +214,17 @@ def test_batch_size_changes_nothing(tmp_path: Path) -> None:
         run(tmp_path / str(size), torch.float32, batch_tokens=size) for size in (1, 100, 16384)
     ]
     for name in (None, "sliding", "fixed_target", "truncated_context", "by_position"):
-        first, *others = ((r if name is None else r[name])["rows"] for r in results)
+        first, *others = ((r if name is None else r[name]).rows for r in results)
         for other in others:
             for row, same in zip(first, other, strict=True):
-                assert same["loss"] == pytest.approx(row["loss"], rel=1e-6)
+                assert same.loss == pytest.approx(row.loss, rel=1e-6)
 
 
 def test_what_is_not_asked_for_is_not_there(tmp_path: Path) -> None:
     result = run(tmp_path, stride=None, fixed_targets=None, truncated_context_targets=None)
     assert [result[name] for name in ("sliding", "fixed_target", "truncated_context")] == [None] * 3
     beyond = run(tmp_path, truncated_context_length=32)
-    assert beyond["truncated_context"] is None
+    assert beyond.truncated_context is None
 
 
 def test_a_stride_beyond_the_shortest_window_is_refused(tmp_path: Path) -> None:
@@ -241,14 +243,14 @@ def test_bits_per_byte_of_each_protocol(tmp_path: Path) -> None:
     step.fake_tokenizer = tokenizer
     ones = PlantedLosses(lambda t, p: torch.full(t.shape, math.log(2)))
     config = PerplexityConfig(lengths=[16, 32], stride=4, fixed_targets=8)
-    result = run_perplexity(NativeModel(step), config, ones)
+    result = run_and_store(Perplexity(), NativeModel(step), config, ones)
     scored = [x for x in some if len(x) > 32]
     whole = sum(len(tokenizer.decode(x[1:]).encode()) for x in scored)
     tail = sum(len(tokenizer.decode(x[-8:]).encode()) for x in scored)
     for name, size in (("sliding", whole), ("fixed_target", tail)):
         for row in result[name]["rows"]:
             bits = result[name]["num_tokens"]  # each loss is one bit
-            assert row["bits_per_byte"] == pytest.approx(bits / size, rel=1e-6)
+            assert row.bits_per_byte == pytest.approx(bits / size, rel=1e-6)
     arrays = [np.array(x) for x in scored]
     assert tail_bytes(arrays, tokenizer, 8).sum() == tail  # type: ignore[arg-type, union-attr]
     assert tail_bytes(arrays, None, 8) is None
@@ -286,17 +288,18 @@ def test_a_document_of_131072_tokens_goes_through_every_protocol(tmp_path: Path)
     step = fake_step(tmp_path, [path], 1024)
     config = ModelConfig(num_layers=1, hidden_size=16, num_heads=2, vocab_size=50)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    result = run_perplexity(
+    result = run_and_store(
+        Perplexity(),
         NativeModel(step),
         PerplexityConfig(lengths=[1024, length - 1], stride=1024, fixed_targets=256),
         NativeScorer(Decoder(config)),
     )
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown < 2 * 2**20, f"{grown / 2**20:.2f} GiB"
-    assert result["num_tokens"] == length - 1
-    assert result["truncated_context"]["rows"][1]["num_cut"] > 1900
-    assert result["sliding"]["rows"][1]["loss"] == pytest.approx(result["rows"][1]["loss"])
-    assert result["by_position"]["rows"][-1]["first"] == 65536
+    assert result.num_tokens == length - 1
+    assert result.truncated_context.rows[1].num_cut > 1900
+    assert result.sliding.rows[1].loss == pytest.approx(result.rows[1].loss)
+    assert result.by_position.rows[-1].first == 65536
 
 
 def test_every_target_has_its_loss() -> None:

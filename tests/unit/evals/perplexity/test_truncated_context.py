@@ -10,18 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from alibi_lm.evals.verdicts import context_verdict
 from torch import Tensor
 
 from alibi_lm.evals.config import PerplexityConfig
 from alibi_lm.evals.models.base import NativeModel
 from alibi_lm.evals.models.scorer import NativeScorer
-from alibi_lm.evals.perplexity.evaluation import run_perplexity
+from alibi_lm.evals.perplexity.evaluation import Perplexity
 from alibi_lm.evals.perplexity.truncated_context import (
     draw,
     truncated_context_loss,
     truncated_context_perplexity,
 )
-from alibi_lm.evals.verdicts import context_verdict
+from alibi_lm.evals.results import run_and_store
 from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.decoder import Decoder
 from alibi_lm.utils.errors import CheckpointError
@@ -52,20 +53,22 @@ def test_the_closed_form_is_the_loss_of_a_model_of_that_reach(tmp_path: Path) ->
         tmp_path, [[5] * 129] * 6, planted, lengths=[16, 32, 64, 128], truncated_context_length=16
     )
     first, sliding = curve.mean().item(), curve[-1].item()
-    for row, null in zip(result["rows"], result["truncated_context"]["rows"], strict=True):
-        right = truncated_context_loss(first, sliding, 16, row["length"])
-        assert row["loss"] == pytest.approx(right, rel=1e-6)
-        assert null["truncated_context_loss"] == pytest.approx(right, rel=1e-6)
-        assert null["loss_gap"] == pytest.approx(0, abs=1e-9)
+    for row, null in zip(result.rows, result.truncated_context.rows, strict=True):
+        right = truncated_context_loss(first, sliding, 16, row.length)
+        assert row.loss == pytest.approx(right, rel=1e-6)
+        assert null.truncated_context_loss == pytest.approx(right, rel=1e-6)
+        assert null.loss_gap == pytest.approx(0, abs=1e-9)
     # Perplexity falls all the same, which is why it proves nothing.
-    assert result["verdict"]["word"] == "falls"
-    assert result["truncated_context"]["verdict"]["word"] == "no"
+    assert result.verdict.word == "falls"
+    assert result.truncated_context.verdict.word == "no"
 
 
-def measure(tmp_path: Path, documents: Any, scorer: Any, **settings: Any) -> dict[str, Any]:
+def measure(tmp_path: Path, documents: Any, scorer: Any, **settings: Any) -> Any:
     step = fake_step(tmp_path, [write_documents(tmp_path / "v", documents)], 32)
     defaults: dict[str, Any] = {"lengths": [32, 256], "truncated_context_targets": 5000}
-    return run_perplexity(NativeModel(step), PerplexityConfig(**defaults | settings), scorer)
+    return run_and_store(
+        Perplexity(), NativeModel(step), PerplexityConfig(**defaults | settings), scorer
+    )
 
 
 def random_documents(count: int = 12, vocab_size: int = 50) -> list[list[int]]:
@@ -87,11 +90,11 @@ def test_a_model_whose_total_reach_is_l_has_no_excess(
         null = measure(tmp_path, random_documents(6), scorer, truncated_context_length=reach)[
             "truncated_context"
         ]
-        row = null["rows"][-1]
-        assert row["num_cut"] > 1000
-        loss_gap[reach] = max(abs(row["loss_gap"]), *map(abs, row["loss_gap_interval"]))
+        row = null.rows[-1]
+        assert row.num_cut > 1000
+        loss_gap[reach] = max(abs(row.loss_gap), *map(abs, row.loss_gap_interval))
         if reach > 16:
-            assert null["verdict"]["word"] == "no"
+            assert null.verdict.word == "no"
     assert loss_gap[17] < 1e-6
     assert loss_gap[40] < 1e-6
     assert loss_gap[16] > 1e-5
@@ -119,41 +122,39 @@ class CopyingLosses(PlantedLosses):
 def test_an_oracle_that_copies_from_any_distance_uses_context_beyond(tmp_path: Path) -> None:
     """Documents that repeat themselves after 120 tokens, in windows of 256, cut to 32."""
     documents = [(x[:120] * 3)[: 300 + i] for i, x in enumerate(random_documents(12, 4000))]
-    null = measure(tmp_path, documents, CopyingLosses())["truncated_context"]
-    row = null["rows"][-1]
-    assert row["loss_gap"] < -1
-    assert row["loss_gap_interval"][1] < -1
-    assert null["verdict"]["word"] == "yes"
-    assert "Uses context beyond 32: yes" in null["verdict"]["text"]
+    null = measure(tmp_path, documents, CopyingLosses()).truncated_context
+    row = null.rows[-1]
+    assert row.loss_gap < -1
+    assert row.loss_gap_interval[1] < -1
+    assert null.verdict.word == "yes"
+    assert "Uses context beyond 32: yes" in null.verdict.text
     # With nothing to copy within reach either, the same model does not.
     distinct = [list(range(i, 300 + 2 * i)) for i in range(2, 14)]
-    assert (
-        measure(tmp_path, distinct, CopyingLosses())["truncated_context"]["verdict"]["word"] == "no"
-    )
+    assert measure(tmp_path, distinct, CopyingLosses()).truncated_context.verdict.word == "no"
 
 
 def test_a_blind_model_does_not_and_a_broken_one_is_harmed(tmp_path: Path) -> None:
     blind = PlantedLosses(lambda t, p: 2 + t * 1e-2)
-    null = measure(tmp_path, random_documents(), blind)["truncated_context"]
-    assert null["rows"][-1]["loss_gap"] == 0.0
-    assert null["verdict"]["word"] == "no"
+    null = measure(tmp_path, random_documents(), blind).truncated_context
+    assert null.rows[-1].loss_gap == 0.0
+    assert null.verdict.word == "no"
     broken = PlantedLosses(lambda t, p: 2 + (p >= 32) * 1.0 + t * 1e-2)
-    null = measure(tmp_path, random_documents(), broken)["truncated_context"]
-    assert null["rows"][-1]["loss_gap"] > 0.5
-    assert null["verdict"]["word"] == "no"
-    assert "longer input does harm" in null["verdict"]["text"]
-    assert [row["num_cut"] for row in null["rows"]][0] == 0
+    null = measure(tmp_path, random_documents(), broken).truncated_context
+    assert null.rows[-1].loss_gap > 0.5
+    assert null.verdict.word == "no"
+    assert "longer input does harm" in null.verdict.text
+    assert [row.num_cut for row in null.rows][0] == 0
 
 
 def test_noise_and_few_documents_cannot_tell(tmp_path: Path) -> None:
     noisy = PlantedLosses(lambda t, p: 2 + ((t * 7919 + p * 104729) % 101) / 25)
     settings = {"truncated_context_targets": 150}
-    null = measure(tmp_path, random_documents(), noisy, **settings)["truncated_context"]
-    assert null["num_targets"] == 150
-    assert null["verdict"]["word"] == "cannot tell"
-    few = measure(tmp_path, random_documents(3), noisy)["truncated_context"]
-    assert few["verdict"]["word"] == "cannot tell"
-    assert few["rows"][-1]["loss_gap_interval"] is None
+    null = measure(tmp_path, random_documents(), noisy, **settings).truncated_context
+    assert null.num_targets == 150
+    assert null.verdict.word == "cannot tell"
+    few = measure(tmp_path, random_documents(3), noisy).truncated_context
+    assert few.verdict.word == "cannot tell"
+    assert few.rows[-1].loss_gap_interval is None
 
 
 @pytest.mark.parametrize(
@@ -171,18 +172,18 @@ def test_noise_and_few_documents_cannot_tell(tmp_path: Path) -> None:
 )
 def test_the_verdicts_words(interval: list[float] | None, word: str) -> None:
     rows = [{"length": 64, "loss_gap": -0.1, "loss_gap_interval": interval, "share_cut": 1.0}]
-    assert context_verdict(rows, 32)["word"] == word
+    assert context_verdict(rows, 32).word == word
     halved = None if interval is None else [end / 2 for end in interval]
     rows = [{"length": 64, "loss_gap": -0.1, "loss_gap_interval": halved, "share_cut": 0.5}]
-    assert context_verdict(rows, 32)["word"] == word
+    assert context_verdict(rows, 32).word == word
 
 
 def test_few_targets_with_context_to_cut_do_not_hide_its_use(tmp_path: Path) -> None:
     """In windows of 33, a target in 33 has more than 32 tokens of context, and gains 0.05 nats."""
     reader = PlantedLosses(lambda t, p: 2 - (p >= 32) * 0.05 + t * 0)
-    null = measure(tmp_path, random_documents(), reader, lengths=[32, 33])["truncated_context"]
-    assert -0.002 < null["rows"][-1]["loss_gap"] < -0.001
-    assert null["verdict"]["word"] == "yes"
+    null = measure(tmp_path, random_documents(), reader, lengths=[32, 33]).truncated_context
+    assert -0.002 < null.rows[-1].loss_gap < -0.001
+    assert null.verdict.word == "yes"
 
 
 @pytest.mark.parametrize("size", [1, 5, 40])
@@ -190,9 +191,9 @@ def test_a_sample_without_targets_to_cut_says_nothing(tmp_path: Path, size: int)
     """Of 40 targets in windows of 33 about one can be cut: the zeros of the others are no "no"."""
     reader = PlantedLosses(lambda t, p: 2 - (p >= 32) * 0.05 + t * 0)
     settings = {"lengths": [32, 33], "truncated_context_targets": size}
-    null = measure(tmp_path, random_documents(), reader, **settings)["truncated_context"]
-    assert null["rows"][-1]["num_cut"] < 5
-    assert null["verdict"]["word"] == "cannot tell"
+    null = measure(tmp_path, random_documents(), reader, **settings).truncated_context
+    assert null.rows[-1].num_cut < 5
+    assert null.verdict.word == "cannot tell"
 
 
 def test_a_loss_whose_perplexity_no_float_holds_is_an_error(tmp_path: Path) -> None:
@@ -207,9 +208,9 @@ def test_a_result_of_other_weights_in_the_folder_is_kept(tmp_path: Path) -> None
     for digest, loss in (("first", 2.0), ("second", 3.0)):
         step = fake_step(tmp_path, [prefix], 32, digest=digest)
         scorer = PlantedLosses(lambda t, p, loss=loss: loss + t * 0)
-        run_perplexity(NativeModel(step), config, scorer)
+        run_and_store(Perplexity(), NativeModel(step), config, scorer)
     found = [json.loads(path.read_text()) for path in step.evals_folder.glob("*.json")]
-    assert sorted(round(own["rows"][0]["loss"]) for own in found) == [2, 3]
+    assert sorted(round(own.rows[0].loss) for own in found) == [2, 3]
     assert len(list(step.evals_folder.glob("*.png"))) == 2
 
 

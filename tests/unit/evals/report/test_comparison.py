@@ -13,11 +13,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from alibi_lm.evals.config import NeedleConfig, PerplexityConfig
 from alibi_lm.evals.models.base import NativeModel
-from alibi_lm.evals.perplexity.evaluation import run_perplexity
+from alibi_lm.evals.perplexity.evaluation import Perplexity
 from alibi_lm.evals.report.comparison import write_comparison
 from alibi_lm.evals.report.report import slope_rows, write_report
 from alibi_lm.evals.report.tensorboard import FOLDER
-from alibi_lm.evals.retrieval.needle import run_needle
+from alibi_lm.evals.results import run_and_store
+from alibi_lm.evals.retrieval.needle import Needle
 from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.decoder import Decoder
 from alibi_lm.model.layers import Block
@@ -47,8 +48,12 @@ def eval_model(folder: Path, documents: int = 6) -> Any:
 
 def measure(own: Any, level: float, reach: int = 8) -> None:
     planted = PlantedLosses(lambda t, p: level + 0 * t)
-    run_perplexity(own, PerplexityConfig(lengths=LENGTHS, truncated_context_targets=50), planted)
-    run_needle(own, NeedleConfig(lengths=[128, 512], num_trials=10), CopyingScorer(context=reach))
+    run_and_store(
+        Perplexity(), own, PerplexityConfig(lengths=LENGTHS, truncated_context_targets=50), planted
+    )
+    run_and_store(
+        Needle(), own, NeedleConfig(lengths=[128, 512], num_trials=10), CopyingScorer(context=reach)
+    )
 
 
 def test_two_models_stand_on_one_page(tmp_path: Path) -> None:
@@ -131,7 +136,7 @@ def test_learned_slopes_are_those_of_the_weights(tmp_path: Path) -> None:
         block.attention.log_slope_ratio[2] = 1.0
     own.checkpoint.config.model = config
     own.checkpoint.fake_decoder = decoder
-    rows = {row["head"]: row["slope"] for row in slope_rows(own)}
+    rows = {row.head: row.slope for row in slope_rows(own)}
     assert len(rows) == 8
     assert rows["layer 0, head 2"] == pytest.approx(2.0**-6)
     assert rows["layer 1, head 2"] == pytest.approx(2.0**-6 * 2.718281828, rel=1e-6)

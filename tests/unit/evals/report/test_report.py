@@ -17,11 +17,12 @@ import torch
 from alibi_lm.evals.config import NeedleConfig, PerplexityConfig
 from alibi_lm.evals.models.base import NativeModel
 from alibi_lm.evals.perplexity import evaluation
-from alibi_lm.evals.perplexity.evaluation import run_perplexity
+from alibi_lm.evals.perplexity.evaluation import Perplexity
 from alibi_lm.evals.report.report import slope_rows, summary_lines, write_report
 from alibi_lm.evals.report.training_metrics import read_metrics
+from alibi_lm.evals.results import run_and_store
 from alibi_lm.evals.retrieval import needle
-from alibi_lm.evals.retrieval.needle import run_needle
+from alibi_lm.evals.retrieval.needle import Needle
 from alibi_lm.evals.suite import read_suite
 from alibi_lm.utils.errors import CheckpointError
 from tests.unit.evals.evals_fakes import (
@@ -109,9 +110,9 @@ def test_full_report_stands_alone(step: Any) -> None:
     write_log(step.run_folder)
     planted = PlantedLosses(lambda t, p: 2 + t * 1e-4)
     protocols = PerplexityConfig(lengths=[64, 128, 512], stride=32, fixed_targets=16)
-    run_perplexity(NativeModel(step), protocols, planted)
+    run_and_store(Perplexity(), NativeModel(step), protocols, planted)
     config = NeedleConfig(lengths=[128, 512], num_trials=10)
-    run_needle(NativeModel(step), config, CopyingScorer(context=8))
+    run_and_store(Needle(), NativeModel(step), config, CopyingScorer(context=8))
     step.hf_folder.mkdir(parents=True)
     (step.hf_folder / "alibi_lm_export.json").write_text(json.dumps(EXPORT))
     page = parsed(write_report(NativeModel(step)))
@@ -159,7 +160,7 @@ def test_an_export_is_shown_where_it_is_of_this_step(step: Any) -> None:
 
 def test_results_of_other_weights_are_left_out(step: Any) -> None:
     planted = PlantedLosses(lambda t, p: torch.ones(t.shape))
-    run_perplexity(NativeModel(step), PerplexityConfig(lengths=[128]), planted)
+    run_and_store(Perplexity(), NativeModel(step), PerplexityConfig(lengths=[128]), planted)
     assert "cannot tell" in " ".join(parsed(write_report(NativeModel(step))).text)
     step.digest = "other"
     assert "has not been measured" in " ".join(parsed(write_report(NativeModel(step))).text)
@@ -172,12 +173,14 @@ def test_names_are_escaped(step: Any) -> None:
 
 
 def test_summary_shows_the_table_and_the_extremes(step: Any) -> None:
-    run_perplexity(
+    run_and_store(
+        Perplexity(),
         NativeModel(step),
         PerplexityConfig(lengths=[64, 128, 512]),
         PlantedLosses(lambda t, p: 2 + t * 1e-4),
     )
-    run_needle(
+    run_and_store(
+        Needle(),
         NativeModel(step),
         NeedleConfig(lengths=[128, 512], num_trials=10),
         CopyingScorer(200, context=8),
@@ -212,9 +215,9 @@ def test_metrics_are_read_up_to_the_step_and_a_cut_line_is_left_out(tmp_path: Pa
 
 def test_slopes_have_their_horizon(step: Any) -> None:
     rows = slope_rows(NativeModel(step))
-    assert [row["slope"] for row in rows] == [0.25, 0.0625, 0.015625, 0.00390625]
+    assert [row.slope for row in rows] == [0.25, 0.0625, 0.015625, 0.00390625]
     for row in rows:
-        assert np.exp(-row["slope"] * row["attention_span"]) == pytest.approx(1e-3)
+        assert np.exp(-row.slope * row.attention_span) == pytest.approx(1e-3)
     step.config.model.position = "none"
     assert slope_rows(NativeModel(step)) == []
 
@@ -258,7 +261,7 @@ def test_a_result_of_other_settings_is_kept(step: Any, monkeypatch: pytest.Monke
     folder = step.evals_folder
     newest = json.loads((folder / "perplexity.json").read_text())
     (kept,) = folder.glob("perplexity_*.json")
-    assert [row["length"] for row in newest["rows"]] == [64, 128]
-    assert [row["length"] for row in json.loads(kept.read_text())["rows"]] == [64, 128, 512]
+    assert [row.length for row in newest.rows] == [64, 128]
+    assert [row.length for row in json.loads(kept.read_text()).rows] == [64, 128, 512]
     assert kept.with_suffix(".png").exists()
     assert (folder / "perplexity.png").exists()

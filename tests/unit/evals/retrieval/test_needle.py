@@ -14,8 +14,8 @@ from alibi_lm.data.indexed import TokenFile
 from alibi_lm.evals.config import NeedleConfig
 from alibi_lm.evals.models.base import NativeModel
 from alibi_lm.evals.models.scorer import NativeScorer
-from alibi_lm.evals.results import finished
-from alibi_lm.evals.retrieval.needle import run_needle
+from alibi_lm.evals.results import finished, run_and_store
+from alibi_lm.evals.retrieval.needle import Needle
 from alibi_lm.evals.retrieval.needle_prompts import LARGEST_WALK, NUM_CANDIDATES, PromptMaker, says
 from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.decoder import Decoder
@@ -173,7 +173,7 @@ def grid(tmp_path: Path, tokenizer: Any, prefix: Path, scorer: Any, **settings: 
     step = fake_step(tmp_path, [prefix], length=512)
     step.fake_tokenizer = tokenizer
     config = NeedleConfig(**{"lengths": [256, 512, 2048], "num_trials": 20, **settings})
-    return run_needle(NativeModel(step), config, scorer)
+    return run_and_store(Needle(), NativeModel(step), config, scorer)
 
 
 def test_an_oracle_that_copies_is_right_in_every_cell(
@@ -181,18 +181,18 @@ def test_an_oracle_that_copies_is_right_in_every_cell(
 ) -> None:
     # The last 8 tokens of a prompt (key included) single the needle out.
     result = grid(tmp_path, tokenizer, prefix, CopyingScorer(context=8))
-    assert len(result["cells"]) == 15
-    for cell in result["cells"]:
-        assert (cell["ranking"]["rate"], cell["generation"]["rate"]) == (1, 1)
-        assert cell["trials"] == 20
-    for row in result["by_length"]:
-        assert row["control"]["generation"]["rate"] == 0
-        assert row["control"]["ranking"]["rate"] <= 0.4
-        assert row["trials"] == 100
-    assert result["verdict"]["word"] == "holds"
-    assert result["base"]["length"] == 256
-    assert result["num_placed_exactly"] == 0
-    assert result["needle"].startswith(result["question"])
+    assert len(result.cells) == 15
+    for cell in result.cells:
+        assert (cell.ranking.rate, cell.generation.rate) == (1, 1)
+        assert cell.trials == 20
+    for row in result.by_length:
+        assert row.control.generation.rate == 0
+        assert row.control.ranking.rate <= 0.4
+        assert row.trials == 100
+    assert result.verdict.word == "holds"
+    assert result.base.length == 256
+    assert result.num_placed_exactly == 0
+    assert result.needle.startswith(result.question)
 
 
 def test_a_model_with_a_reach_fails_beyond_it(
@@ -200,16 +200,16 @@ def test_a_model_with_a_reach_fails_beyond_it(
 ) -> None:
     depths = [0.0, 0.25, 0.5]
     result = grid(tmp_path, tokenizer, prefix, CopyingScorer(512, context=8), depths=depths)
-    rates = {(c["length"], c["depth"]): c["generation"]["rate"] for c in result["cells"]}
+    rates = {(c.length, c.depth): c.generation.rate for c in result.cells}
     assert all(rates[length, depth] == 1 for length in (256, 512) for depth in depths)
     assert all(rates[2048, depth] == 0 for depth in depths)
-    assert result["verdict"]["word"] == "fails beyond"
+    assert result.verdict.word == "fails beyond"
     fades = grid(
         tmp_path, tokenizer, prefix, CopyingScorer(1100, context=8), lengths=[256, 512, 1024, 4096],
         depths=depths,
     )  # fmt: skip
-    assert fades["verdict"]["word"] == "fades"
-    assert "above chance at 1,024 but not at 4,096" in fades["verdict"]["text"]
+    assert fades.verdict.word == "fades"
+    assert "above chance at 1,024 but not at 4,096" in fades.verdict.text
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -218,12 +218,12 @@ def test_a_blind_model_is_at_chance_and_said_not_to_retrieve(
 ) -> None:
     blind = PlantedLosses(lambda targets, positions: torch.ones(targets.shape))
     result = grid(tmp_path, tokenizer, prefix, blind, seed=seed, num_trials=30)
-    correct = sum(row["ranking"]["correct"] for row in result["by_length"])
+    correct = sum(row.ranking.correct for row in result.by_length)
     # 450 independent draws at 10%: a standard deviation of 1.4%.
     assert 0.04 < correct / 450 < 0.16
-    assert result["verdict"]["word"] == "does not retrieve"
-    assert "does not retrieve at all at any length" in result["verdict"]["text"].lower()
-    assert "says nothing about extrapolation" in result["verdict"]["text"]
+    assert result.verdict.word == "does not retrieve"
+    assert "does not retrieve at all at any length" in result.verdict.text.lower()
+    assert "says nothing about extrapolation" in result.verdict.text
 
 
 def test_lengths_beyond_training_alone_tell_nothing(
@@ -231,9 +231,9 @@ def test_lengths_beyond_training_alone_tell_nothing(
 ) -> None:
     scorer = CopyingScorer(context=8)
     result = grid(tmp_path, tokenizer, prefix, scorer, lengths=[2048], num_trials=3)
-    assert result["verdict"]["word"] == "cannot tell"
+    assert result.verdict.word == "cannot tell"
     result = grid(tmp_path, tokenizer, prefix, scorer, lengths=[256], num_trials=5)
-    assert "No longer prompt was tried" in result["verdict"]["text"]
+    assert "No longer prompt was tried" in result.verdict.text
 
 
 def test_default_lengths_without_room_are_left_out_with_a_warning(
@@ -245,16 +245,18 @@ def test_default_lengths_without_room_are_left_out_with_a_warning(
     step = fake_step(tmp_path, [prefix], length=64)
     step.fake_tokenizer = tokenizer
     config = NeedleConfig(num_trials=1, depths=[0.5])
-    result = run_needle(NativeModel(step), config, CopyingScorer(context=8))
-    assert result["lengths"] == [64, 128, 256, 512, 1024]
+    result = run_and_store(Needle(), NativeModel(step), config, CopyingScorer(context=8))
+    assert result.lengths == [64, 128, 256, 512, 1024]
     assert "needle.lengths = 32" in capsys.readouterr().err
-    assert finished(NativeModel(step), "needle", config) is not None
+    assert finished(Needle(), NativeModel(step), config) is not None
     assert (step.evals_folder / "needle.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_a_run_without_tokenizer_is_refused(tmp_path: Path, prefix: Path) -> None:
     with pytest.raises(DataError, match="no tokenizer"):
-        run_needle(NativeModel(fake_step(tmp_path, [prefix])), NeedleConfig(), CopyingScorer())
+        run_and_store(
+            Needle(), NativeModel(fake_step(tmp_path, [prefix])), NeedleConfig(), CopyingScorer()
+        )
 
 
 def test_native_answers_equal_whole_passes_and_the_generator() -> None:

@@ -11,7 +11,8 @@ import pytest
 from alibi_lm.data.indexed import TokenFile
 from alibi_lm.evals.config import NeedleConfig
 from alibi_lm.evals.models.base import NativeModel
-from alibi_lm.evals.retrieval.needle import run_needle
+from alibi_lm.evals.results import run_and_store
+from alibi_lm.evals.retrieval.needle import Needle
 from alibi_lm.evals.retrieval.needle_prompts import NUM_CANDIDATES, PromptMaker
 from alibi_lm.evals.suite import read_suite
 from alibi_lm.tasks.answer_pools import numbers_in
@@ -139,13 +140,13 @@ def test_scores_by_distance_add_up_and_show_a_reach(
     step = fake_step(tmp_path, [Path(corpus.prefix)], length=512)
     step.fake_tokenizer = tokenizer
     config = NeedleConfig(lengths=[256, 512, 2048], num_trials=6, num_distractors=2)
-    result = run_needle(NativeModel(step), config, CopyingScorer(512, context=8))
-    assert result["num_distractors"] == 2
-    rows = result["by_distance"]
-    assert sum(row["trials"] for row in rows) == sum(cell["trials"] for cell in result["cells"])
-    assert {row["up_to"] for row in rows} >= {64, 512, 2048}
+    result = run_and_store(Needle(), NativeModel(step), config, CopyingScorer(512, context=8))
+    assert result.num_distractors == 2
+    rows = result.by_distance
+    assert sum(row.trials for row in rows) == sum(cell.trials for cell in result.cells)
+    assert {row.up_to for row in rows} >= {64, 512, 2048}
     for row in rows:
-        rate = row["generation"]["rate"]
+        rate = row.generation.rate
         # The copy's source, not the needle's start, must be within reach: a line more is seen.
-        assert rate == (row["up_to"] <= 512) or (row["above"] == 512 and rate < 0.2), row
+        assert rate == (row.up_to <= 512) or (row.above == 512 and rate < 0.2), row
     assert (step.evals_folder / "needle_distance.png").read_bytes()[:4] == b"\x89PNG"

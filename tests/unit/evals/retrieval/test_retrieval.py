@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from alibi_lm.evals.report.tables import retrieval_lines
 
 from alibi_lm.evals.config import RetrievalConfig
 from alibi_lm.evals.models.base import NativeModel
 from alibi_lm.evals.report.report import summary_lines, write_report
-from alibi_lm.evals.report.tables import retrieval_lines
-from alibi_lm.evals.results import finished
+from alibi_lm.evals.results import finished, run_and_store
 from alibi_lm.evals.retrieval import evaluation
 from alibi_lm.evals.retrieval.distance_bins import distance_bin
-from alibi_lm.evals.retrieval.evaluation import run_retrieval
+from alibi_lm.evals.retrieval.evaluation import Retrieval
+from alibi_lm.evals.retrieval.ruler_table import ruler_table
 from alibi_lm.evals.retrieval.scoring import equal_batches
-from alibi_lm.evals.retrieval.table import ruler_table
 from alibi_lm.evals.suite import read_suite
 from alibi_lm.tasks.config import TASKS, TaskSizes, default_tasks
 from alibi_lm.utils.errors import ConfigError, DataError
@@ -77,48 +77,46 @@ def oracle_subject(
 @pytest.fixture(scope="module")
 def oracle(oracle_subject: NativeModel, tokenizer: WordTokenizer, qa_file: Path) -> Any:
     config = RetrievalConfig(lengths=LENGTHS, qa_files=[str(qa_file)] * 2)
-    return run_retrieval(oracle_subject, config, SolvingScorer(tokenizer))
+    return run_and_store(Retrieval(), oracle_subject, config, SolvingScorer(tokenizer))
 
 
 def run(
     folder: Path, prefix: Path, tokenizer: Any, qa_file: Path, scorer: Any, **settings: Any
 ) -> Any:
     config = RetrievalConfig(lengths=LENGTHS, qa_files=[str(qa_file)] * 2, **settings)
-    return run_retrieval(subject_of(folder, prefix, tokenizer), config, scorer)
+    return run_and_store(Retrieval(), subject_of(folder, prefix, tokenizer), config, scorer)
 
 
 def test_an_oracle_is_right_in_every_cell_of_every_task(oracle: Any) -> None:
-    assert [task["name"] for task in oracle["tasks"]] == list(TASKS)
-    assert len(oracle["cells"]) == len(TASKS) * len(LENGTHS)
-    for cell in oracle["cells"]:
-        assert cell["score"]["rate"] == cell["whole"]["rate"] == 1, cell
-        assert cell["trials"] == (80 if cell["task"] == "passkey" else 10)
-        assert cell["control"]["trials"] == 5
-        assert cell["control"]["whole"]["rate"] == 0, cell
-        if cell["ranking"] is not None:
-            assert cell["ranking"]["rate"] == 1
-        low, high = cell["real_length"]
-        assert 0.8 * cell["length"] < low <= high <= cell["length"]
-    assert {verdict["word"] for verdict in oracle["verdicts"]} == {"holds"}
-    assert oracle["verdict"]["word"] == "holds"
-    assert "olds beyond the training length of 1,024: passkey, mqar" in oracle["verdict"]["text"]
+    assert [task.name for task in oracle.tasks] == list(TASKS)
+    assert len(oracle.cells) == len(TASKS) * len(LENGTHS)
+    for cell in oracle.cells:
+        assert cell.score.rate == cell.whole.rate == 1, cell
+        assert cell.trials == (80 if cell.task == "passkey" else 10)
+        assert cell.control.trials == 5
+        assert cell.control.whole.rate == 0, cell
+        if cell.ranking is not None:
+            assert cell.ranking.rate == 1
+        low, high = cell.real_length
+        assert 0.8 * cell.length < low <= high <= cell.length
+    assert {verdict.word for verdict in oracle.verdicts} == {"holds"}
+    assert oracle.verdict.word == "holds"
+    assert "olds beyond the training length of 1,024: passkey, mqar" in oracle.verdict.text
 
 
 def test_an_oracles_table_is_rulers(oracle: Any) -> None:
-    table = oracle["table"]
-    assert table["columns"] == list(TASKS[2:])
-    assert [row["average"] for row in table["rows"]] == [100, 100, 100]
-    assert table["average"] == table["increasing"] == table["decreasing"] == 100
-    assert (table["threshold"], table["effective_length"]) == (85.6, 4096)
+    table = oracle.table
+    assert table.columns == list(TASKS[2:])
+    assert [row.average for row in table.rows] == [100, 100, 100]
+    assert table.average == table.increasing == table.decreasing == 100
+    assert (table.threshold, table.effective_length) == (85.6, 4096)
     lines = "\n".join(retrieval_lines(oracle))
     assert "Effective length at 85.6%: 4,096 or more." in lines
     assert "not of RULER's own sizes or texts: qa_1, qa_2" in lines
-    for row in oracle["passkey"]["k_max"]:
-        distances = [
-            r["distance"] for r in oracle["passkey"]["rows"] if r["length"] == row["length"]
-        ]
+    for row in oracle.passkey.k_max:
+        distances = [r.distance for r in oracle.passkey.rows if r.length == row.length]
         assert len(distances) == 8
-        assert row["k_max"] == max(distances) > 0.9 * row["length"]
+        assert row.k_max == max(distances) > 0.9 * row.length
 
 
 def test_the_report_shows_it(oracle: Any, oracle_subject: NativeModel) -> None:
@@ -147,20 +145,20 @@ def test_a_model_that_sees_its_last_tokens_fails_beyond_them(
 ) -> None:
     scorer = SolvingScorer(tokenizer, reach=LENGTH)
     result = run(tmp_path, prefix, tokenizer, qa_file, scorer, tasks=BY_DISTANCE)
-    for verdict in result["verdicts"]:
-        assert verdict["word"] == "fails beyond", verdict
-        assert "facts more than 1,024 tokens back are not found at any length" in verdict["text"]
-        assert "longer input itself breaks it" not in verdict["text"]
-    assert result["verdict"]["word"] == "fails beyond"
-    assert result["verdict"]["text"].startswith("Retrieves up to 1,024, fails beyond 1,024: passk")
-    for cell in result["cells"]:
-        assert cell["near"] is None or cell["near"]["whole"]["rate"] == 1
-        assert cell["far"] is None or cell["far"]["whole"]["rate"] == 0
-    for row in result["by_distance"]:
-        assert row["whole"]["rate"] == (row["up_to"] <= LENGTH), row
-    for row in result["passkey"]["k_max"]:
-        asked = [r["distance"] for r in result["passkey"]["rows"] if r["length"] == row["length"]]
-        assert row["k_max"] == max(distance for distance in asked if distance <= LENGTH + 5)
+    for verdict in result.verdicts:
+        assert verdict.word == "fails beyond", verdict
+        assert "facts more than 1,024 tokens back are not found at any length" in verdict.text
+        assert "longer input itself breaks it" not in verdict.text
+    assert result.verdict.word == "fails beyond"
+    assert result.verdict.text.startswith("Retrieves up to 1,024, fails beyond 1,024: passk")
+    for cell in result.cells:
+        assert cell.near is None or cell.near.whole.rate == 1
+        assert cell.far is None or cell.far.whole.rate == 0
+    for row in result.by_distance:
+        assert row.whole.rate == (row.up_to <= LENGTH), row
+    for row in result.passkey.k_max:
+        asked = [r.distance for r in result.passkey.rows if r.length == row.length]
+        assert row.k_max == max(distance for distance in asked if distance <= LENGTH + 5)
 
 
 def test_a_model_that_breaks_past_a_length_is_said_to_break_there(
@@ -169,18 +167,19 @@ def test_a_model_that_breaks_past_a_length_is_said_to_break_there(
     scorer = SolvingScorer(tokenizer, longest=LENGTH)
     tasks = ["passkey", "niah_single_1", "niah_multiquery", "vt"]
     result = run(tmp_path, prefix, tokenizer, qa_file, scorer, tasks=tasks)
-    for verdict in result["verdicts"]:
-        assert verdict["word"] == "fails beyond", verdict
-        told = verdict["task"] in ("passkey", "niah_single_1")  # others: no prompt is all near
-        assert ("so longer input itself breaks it" in verdict["text"]) == told
-    assert result["table"]["effective_length"] == 1024
-    farther = run_retrieval(
+    for verdict in result.verdicts:
+        assert verdict.word == "fails beyond", verdict
+        told = verdict.task in ("passkey", "niah_single_1")  # others: no prompt is all near
+        assert ("so longer input itself breaks it" in verdict.text) == told
+    assert result.table.effective_length == 1024
+    farther = run_and_store(
+        Retrieval(),
         subject_of(tmp_path / "b", prefix, tokenizer),
         RetrievalConfig(lengths=LENGTHS, tasks=tasks),
         SolvingScorer(tokenizer, longest=2048),
     )
-    assert {verdict["word"] for verdict in farther["verdicts"]} == {"fades"}
-    assert farther["table"]["effective_length"] == 2048
+    assert {verdict.word for verdict in farther.verdicts} == {"fades"}
+    assert farther.table.effective_length == 2048
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -189,19 +188,19 @@ def test_a_blind_model_scores_the_closed_book_rate(
 ) -> None:
     scorer = SolvingScorer(tokenizer, blind=True)
     result = run(tmp_path, prefix, tokenizer, qa_file, scorer, seed=seed, num_trials=20)
-    chances = {task["name"]: task["chance"] for task in result["tasks"]}
+    chances = {task.name: task.chance for task in result.tasks}
     for task in TASKS:
-        cells = [cell for cell in result["cells"] if cell["task"] == task]
-        assert all(cell["score"]["rate"] == 0 for cell in cells)
-        assert all(cell["control"]["score"]["rate"] == 0 for cell in cells)
+        cells = [cell for cell in result.cells if cell.task == task]
+        assert all(cell.score.rate == 0 for cell in cells)
+        assert all(cell.control.score.rate == 0 for cell in cells)
         if chances[task] is not None:
-            trials = sum(cell["trials"] for cell in cells)
-            right = sum(cell["ranking"]["correct"] for cell in cells)
+            trials = sum(cell.trials for cell in cells)
+            right = sum(cell.ranking.correct for cell in cells)
             spread = (chances[task] * (1 - chances[task]) / trials) ** 0.5
             assert abs(right / trials - chances[task]) < 4 * spread
-    assert {verdict["word"] for verdict in result["verdicts"]} == {"does not retrieve"}
-    assert result["verdict"]["text"].startswith("Does not retrieve at all up to 1,024: passkey")
-    assert result["table"]["effective_length"] is None
+    assert {verdict.word for verdict in result.verdicts} == {"does not retrieve"}
+    assert result.verdict.text.startswith("Does not retrieve at all up to 1,024: passkey")
+    assert result.table.effective_length is None
 
 
 def test_lengths_that_do_not_fit_are_left_out_by_name_or_refused(
@@ -210,20 +209,24 @@ def test_lengths_that_do_not_fit_are_left_out_by_name_or_refused(
     eval_model = subject_of(tmp_path, prefix, tokenizer, length=128)
     tasks = ["passkey", "niah_single_2", "cwe"]
     config = RetrievalConfig(tasks=tasks, num_trials=1)
-    result = run_retrieval(eval_model, config, SolvingScorer(tokenizer))
-    assert finished(eval_model, "retrieval", config) is not None
-    left = {(row["task"], row["length"]) for row in result["left_out"]}
+    result = run_and_store(Retrieval(), eval_model, config, SolvingScorer(tokenizer))
+    assert finished(Retrieval(), eval_model, config) is not None
+    left = {(row.task, row.length) for row in result.left_out}
     assert {("niah_single_2", 64), ("niah_single_2", 128), ("cwe", 128)} <= left
-    assert {(c["task"], c["length"]) for c in result["cells"]}.isdisjoint(left)
+    assert {(c.task, c.length) for c in result.cells}.isdisjoint(left)
     warned = capsys.readouterr().err
     assert "left out by default: niah_single_2 at 64, 128" in warned
-    assert next(row for row in result["table"]["rows"])["average"] is None
+    assert next(row for row in result.table.rows)["average"] is None
     with pytest.raises(ConfigError) as error:
-        run_retrieval(eval_model, RetrievalConfig(tasks=tasks, lengths=[128, 2048]), None)
+        run_and_store(
+            Retrieval(), eval_model, RetrievalConfig(tasks=tasks, lengths=[128, 2048]), None
+        )
     assert [problem.value for problem in error.value.problems] == [128, 128]
     assert "retrieval.sizes" in str(error.value)
     with pytest.raises(ConfigError, match="the longest haystack corpus"):
-        run_retrieval(eval_model, RetrievalConfig(tasks=["mqar"], lengths=[10**6]), None)
+        run_and_store(
+            Retrieval(), eval_model, RetrievalConfig(tasks=["mqar"], lengths=[10**6]), None
+        )
 
 
 def test_smaller_sizes_fit_and_are_not_called_rulers(
@@ -232,11 +235,11 @@ def test_smaller_sizes_fit_and_are_not_called_rulers(
     suite = read_suite(Path(__file__).parents[4] / "evals" / "retrieval-small.yaml").retrieval
     eval_model = subject_of(tmp_path, prefix, tokenizer, length=256)
     suite.num_trials = 2
-    result = run_retrieval(eval_model, suite, SolvingScorer(tokenizer))
-    assert {row["length"] for row in result["left_out"]} == {128, 256}
-    assert {cell["task"] for cell in result["cells"] if cell["length"] == 256} >= {"vt", "cwe"}
-    assert all(cell["score"]["rate"] == 1 for cell in result["cells"])
-    assert not any(task["published"] for task in result["tasks"] if task["ruler"])
+    result = run_and_store(Retrieval(), eval_model, suite, SolvingScorer(tokenizer))
+    assert {row.length for row in result.left_out} == {128, 256}
+    assert {cell.task for cell in result.cells if cell.length == 256} >= {"vt", "cwe"}
+    assert all(cell.score.rate == 1 for cell in result.cells)
+    assert not any(task.published for task in result.tasks if task.ruler)
     assert "not of RULER's own sizes or texts: niah_single_1" in "\n".join(retrieval_lines(result))
 
 
@@ -256,10 +259,12 @@ def test_wrong_settings_are_refused_together(
     }  # fmt: skip
     eval_model = subject_of(tmp_path, prefix, tokenizer)
     with pytest.raises(DataError, match="no such file"):
-        run_retrieval(eval_model, RetrievalConfig(qa_files=[str(tmp_path / "none")]), None)
+        run_and_store(
+            Retrieval(), eval_model, RetrievalConfig(qa_files=[str(tmp_path / "none")]), None
+        )
     eval_model.checkpoint.fake_tokenizer = None  # type: ignore[attr-defined]
     with pytest.raises(DataError, match="no tokenizer"):
-        run_retrieval(eval_model, RetrievalConfig(), None)
+        run_and_store(Retrieval(), eval_model, RetrievalConfig(), None)
 
 
 def test_evaluate_skips_what_is_done_and_reads_a_changed_file_again(
@@ -289,14 +294,14 @@ def test_averages_weigh_lengths_as_rulers_table_does() -> None:
     ]
     table = ruler_table(cells, ["vt"], 85.6)
     assert table is not None
-    assert round(table["average"], 1) == 91.6
-    assert round(table["increasing"], 1) == 89.0
-    assert round(table["decreasing"], 1) == 94.1
-    assert table["effective_length"] == 64
+    assert round(table.average, 1) == 91.6
+    assert round(table.increasing, 1) == 89.0
+    assert round(table.decreasing, 1) == 94.1
+    assert table.effective_length == 64
     assert ruler_table([], ["passkey"], 85.6) is None
     partly = ruler_table(cells, ["vt", "cwe"], 85.6)
     assert partly is not None
-    assert partly["average"] is None
+    assert partly.average is None
 
 
 def test_batches_are_of_equal_length_and_bounded() -> None:
