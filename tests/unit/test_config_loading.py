@@ -21,6 +21,7 @@ from alibi_lm.config_loading import (
 )
 from alibi_lm.data.config import RecipeConfig
 from alibi_lm.evals.config import SuiteConfig
+from alibi_lm.evals.registry import EVALS
 from alibi_lm.utils.errors import ConfigError
 from alibi_lm.utils.settings import Section
 
@@ -173,7 +174,9 @@ def sections(cls: type, seen: set[type]) -> set[type]:
     return seen
 
 
-@pytest.mark.parametrize("root", [Config, RecipeConfig, SuiteConfig])
+@pytest.mark.parametrize(
+    "root", [Config, RecipeConfig, SuiteConfig, *(e.config for e in EVALS.values())]
+)
 def test_every_setting_is_documented(root: type) -> None:
     for cls in sections(root, set()):
         import inspect

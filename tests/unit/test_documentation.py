@@ -16,7 +16,7 @@ import alibi_lm
 from alibi_lm.cli.main import main
 from alibi_lm.config import Config
 from alibi_lm.config_loading import build
-from alibi_lm.evals.config import SuiteConfig
+from alibi_lm.evals.suite import suite_class
 from alibi_lm.train.checkpointing.resume import MAY_CHANGE
 
 REPOSITORY = Path(__file__).parents[2]
@@ -114,12 +114,12 @@ def has_key(section: Any, names: list[str]) -> bool:
 def test_settings_exist(page: Path) -> None:
     """Keys that stand alone in a code span, and those before a = in a command."""
     code = code_of(page.read_text(encoding="utf-8"))
-    sections = "|".join({*get_type_hints(Config), *get_type_hints(SuiteConfig)} - {"deepspeed"})
+    sections = "|".join({*get_type_hints(Config), *get_type_hints(suite_class())} - {"deepspeed"})
     pattern = rf"(?:^|[\s\"'])((?:{sections})(?:\.[a-z_0-9]+)+)(?==|$)"
     for key in re.findall(pattern, code, re.MULTILINE):
         names = key.split(".")
         if names[-1] not in ("json", "yaml", "png", "log", "py"):
-            assert has_key(Config, names) or has_key(SuiteConfig, names), key
+            assert has_key(Config, names) or has_key(suite_class(), names), key
 
 
 def test_the_checkpoints_page_lists_what_may_change_on_resume() -> None:

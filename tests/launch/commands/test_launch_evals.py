@@ -186,8 +186,8 @@ def test_a_mistake_is_one_line_and_nothing_is_written(
     run: Path, tmp_path: Path, arguments: list[str], ranks: int, words: str
 ) -> None:
     out = tmp_path / "out"
-    program = REPOSITORY / "evals" / "needle.py"
-    arguments = [str(run), *arguments, "--out", str(out)]
+    program = REPOSITORY / "evals" / "evaluate.py"
+    arguments = ["needle", str(run), *arguments, "--out", str(out)]
     done = finished(start_by_deepspeed(program, *arguments, ranks=ranks), code=2)
     (line,) = error_lines(done)
     assert words in line

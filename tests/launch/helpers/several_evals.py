@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import json
 import sys
-from importlib import import_module
 from pathlib import Path
 
 from alibi_lm.cli.distributed import on_ranks
-from alibi_lm.cli.evaluate import MODULES
 from alibi_lm.evals.config import SuiteConfig
 from alibi_lm.evals.models.base import EvalOptions
 from alibi_lm.evals.models.resolve import resolve_model
 from alibi_lm.evals.models.sharded import EvalRanks
+from alibi_lm.evals.registry import EVALS
+from alibi_lm.evals.results import evaluate
 from alibi_lm.evals.suite import read_suite
 from alibi_lm.parallel.mesh import make_mesh
 
@@ -30,8 +30,8 @@ def main() -> None:
             shared = EvalRanks(ranks.rank, mesh.tp, mesh.dp)
             suite = read_suite(None, job["overrides"])
             choices = EvalOptions.of(suite, job["engine"], Path(job["out"]), shared)
-            module = import_module(f"alibi_lm.evals.{MODULES[job['eval']]}")
-            module.evaluate(resolve_model(job["eval_model"], choices), getattr(suite, job["eval"]))
+            eval_model = resolve_model(job["eval_model"], choices)
+            evaluate(EVALS[job["eval"]], eval_model, getattr(suite, job["eval"]))
 
     on_ranks(lambda: read_suite(None), work, int(flag[0]))
 

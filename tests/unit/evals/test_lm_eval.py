@@ -106,7 +106,7 @@ def trained(step: Step) -> Step:
     weights = decoder.state_dict().items()
     save_file({fragment_key(n, "param", 0): w.flatten().clone() for n, w in weights}, shard)
     facts = {"bytes": shard.stat().st_size, "sha256": sha256(shard)}
-    write_meta(step.folder, {**step.meta, "files": {**step.meta.files, shard.name: facts}})
+    write_meta(step.folder, {**step.meta, "files": {**step.meta["files"], shard.name: facts}})
     return open_run(step.run_folder)
 
 
@@ -121,11 +121,11 @@ def scores(model: Any, tasks: Path) -> tuple[dict[str, Any], dict[str, list[Any]
     assert found is not None
     metrics = {
         f"{name} {key}": value
-        for name, row in found.results.items()
+        for name, row in found["results"].items()
         for key, value in row.items()
         if isinstance(value, float) and "stderr" not in key
     }
-    responses = {name: [row.resps for row in rows] for name, rows in found.samples.items()}
+    responses = {name: [row["resps"] for row in rows] for name, rows in found["samples"].items()}
     return metrics, responses
 
 
@@ -142,9 +142,9 @@ def test_the_harness_gives_the_same_scores_on_the_export_and_on_the_run(
         ours = LmEvalModel(name, max_length=MAX_LENGTH, batch_size=4)
         found, answers = scores(ours, tasks)
         assert found == pytest.approx(metrics, rel=1e-5)
-        assert answers.writing == responses.writing
-        assert len({text for ((text,),) in answers.writing}) >= 2
-        for row, wanted in zip(answers.choices, responses.choices, strict=True):
+        assert answers["writing"] == responses["writing"]
+        assert len({text for ((text,),) in answers["writing"]}) >= 2
+        for row, wanted in zip(answers["choices"], responses["choices"], strict=True):
             for (value,), (reference,) in zip(row, wanted, strict=True):
                 assert value[0] == pytest.approx(reference[0], rel=1e-4, abs=1e-4)
                 assert value[1] == reference[1]

@@ -10,15 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from alibi_lm.evals import results
-from alibi_lm.evals.attention_span import evaluation
 from alibi_lm.evals.attention_span.evaluation import AttentionSpan, TrueSpans
 from alibi_lm.evals.config import AttentionSpanConfig, PerplexityConfig
 from alibi_lm.evals.models.base import NativeModel
 from alibi_lm.evals.models.scorer import NativeScorer
 from alibi_lm.evals.perplexity.evaluation import Perplexity
 from alibi_lm.evals.report import report
-from alibi_lm.evals.results import run_and_store
+from alibi_lm.evals.results import evaluate, run_and_store, shown
 from alibi_lm.evals.suite import read_suite
 from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.decoder import Decoder
@@ -58,7 +56,7 @@ def test_equal_scores_have_the_reach_of_their_slope() -> None:
             distances = np.arange(position + 1)
             mass = np.exp(-slope * distances)
             tail = mass[::-1].cumsum()[::-1] / mass.sum()
-            assert int(true.reaches[0][head, place]) == distances[tail >= epsilon].max()
+            assert int(true.spans[0][head, place]) == distances[tail >= epsilon].max()
     assert true.largest_scores[0].tolist() == [0, 0, 0, 0]
 
 
@@ -76,8 +74,8 @@ def test_the_eval_stores_what_is_proven_and_what_is_true(step: Any) -> None:
     assert result.verdict.word == "not bounded"  # m = 1/256 needs above 3,500 tokens
     steep = [row.certified_max for row in result.rows if row.head < 3]
     assert max(steep) < 1500
-    assert result.composed.true <= result.composed.certified
-    assert results.shown(AttentionSpan(), NativeModel(step)) == result
+    assert result.composed["true"] <= result.composed["certified"]
+    assert shown(AttentionSpan(), NativeModel(step)) == result
     assert (step.evals_folder / "attention_span.png").stat().st_size > 10_000
     assert "through all layers" in "\n".join(report.summary_lines(NativeModel(step)))
     page = report.write_report(NativeModel(step)).read_text(encoding="utf-8")
@@ -88,9 +86,9 @@ def test_the_eval_stores_what_is_proven_and_what_is_true(step: Any) -> None:
 
 def test_evaluating_twice_measures_once(step: Any, capsys: pytest.CaptureFixture[str]) -> None:
     config = AttentionSpanConfig(num_tokens=3000, num_queries=4)
-    first = evaluation.evaluate(NativeModel(step), config)
+    first = evaluate(AttentionSpan(), NativeModel(step), config)
     assert "certified" in capsys.readouterr().out
-    assert evaluation.evaluate(NativeModel(step), config) == first
+    assert evaluate(AttentionSpan(), NativeModel(step), config) == first
     assert "done before" in capsys.readouterr().out
 
 
@@ -149,8 +147,8 @@ def test_perplexity_says_its_epsilon_and_equals_the_dense_one(step: Any) -> None
     for epsilon in (None, 0.0):
         config = PerplexityConfig(lengths=[128, 3000], pruning_tolerance=epsilon)
         found[epsilon] = run_and_store(Perplexity(), NativeModel(step), config)
-    assert found[None]["model"]["pruning_tolerance"] == DEFAULT_EPSILON
-    assert found[0.0]["model"]["pruning_tolerance"] == 0
-    values = [[row.perplexity for row in found[e]["rows"]] for e in (None, 0.0)]
+    assert found[None].model["pruning_tolerance"] == DEFAULT_EPSILON
+    assert found[0.0].model["pruning_tolerance"] == 0
+    values = [[row.perplexity for row in found[e].rows] for e in (None, 0.0)]
     assert values[0][0] == values[1][0]
     assert math.isclose(values[0][1], values[1][1], rel_tol=1e-5)

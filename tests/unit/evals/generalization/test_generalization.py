@@ -14,17 +14,17 @@ import torch
 from torch import Tensor
 
 from alibi_lm.config_loading import build
-from alibi_lm.evals.config import GeneralizationConfig, SuiteConfig
+from alibi_lm.evals.config import GeneralizationConfig
 from alibi_lm.evals.generalization.evaluation import (
     DEFAULT_LENGTHS,
     Generalization,
-    evaluate,
     make_trials,
 )
-from alibi_lm.evals.generalization.result import lines
+from alibi_lm.evals.generalization.result import table
 from alibi_lm.evals.models.base import NativeModel
 from alibi_lm.evals.models.scorer import NativeScorer, PromptScores
-from alibi_lm.evals.results import run_and_store
+from alibi_lm.evals.results import evaluate, run_and_store
+from alibi_lm.evals.suite import suite_class
 from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.decoder import Decoder
 from alibi_lm.tasks.reasoning import END
@@ -144,11 +144,11 @@ def test_a_model_that_solves_up_to_some_items_is_said_to(
         elif cell.task != "addition":  # whose answers may have a digit more
             tokens = cell.items
             assert cell.teacher_forced == pytest.approx((tokens - 1) / tokens)
-    assert all(own.reach == reach for own in result.verdict.tasks.values())
+    assert all(own.longest_solved == reach for own in result.verdict.tasks.values())
     stored = json.loads((eval_model.evals_folder / "generalization.json").read_text())
     assert stored == json.loads(json.dumps(result))
     assert (eval_model.evals_folder / "generalization.png").stat().st_size > 10_000
-    assert len(lines(result)) == 1 + 2 * 3
+    assert len(table(result)) == 1 + 2 * 3
 
 
 def test_a_blind_model_has_learned_nothing(tmp_path: Path, tokenizer: WordTokenizer) -> None:
@@ -238,9 +238,9 @@ def test_it_is_run_once(
 ) -> None:  # fmt: skip
     eval_model = subject_of(tmp_path, tokenizer)
     monkeypatch.setattr(NativeModel, "scorer", lambda self, *a, **k: Solver(tokenizer, 20))
-    first = evaluate(eval_model, CONFIG)
+    first = evaluate(Generalization(), eval_model, CONFIG)
     assert "stops at 20 items" in capsys.readouterr().out
-    assert evaluate(eval_model, CONFIG)["seconds"] == first.seconds
+    assert evaluate(Generalization(), eval_model, CONFIG).seconds == first.seconds
     assert "done before" in capsys.readouterr().out
 
 
@@ -255,4 +255,4 @@ def test_settings_are_checked() -> None:
         ({"seed": -1}, "seed"),
     ]:
         with pytest.raises(ConfigError, match=message):
-            build(SuiteConfig, {"generalization": wrong})
+            build(suite_class(), {"generalization": wrong})

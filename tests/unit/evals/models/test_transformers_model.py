@@ -25,7 +25,7 @@ from alibi_lm.evals.models.base import EvalModel, EvalOptions, NativeModel
 from alibi_lm.evals.models.resolve import resolve_model
 from alibi_lm.evals.perplexity.evaluation import Perplexity
 from alibi_lm.evals.report.report import summary_lines, write_report
-from alibi_lm.evals.results import open_corpora, run_and_store
+from alibi_lm.evals.results import run_and_store
 from alibi_lm.evals.retrieval.evaluation import Retrieval
 from alibi_lm.evals.retrieval.needle import Needle
 from alibi_lm.evals.retrieval.needle_prompts import PromptMaker
@@ -86,8 +86,8 @@ def eval_models(exported: tuple[Step, Path]) -> list[EvalModel]:
     ]
 
 
-def losses(result: dict[str, Any]) -> list[float]:
-    """Every loss and excess of a perplexity result."""
+def losses(result: Any) -> list[float]:
+    """Every loss of a perplexity result."""
     rows = [*result.rows, *result.sliding.rows, *result.fixed_target.rows]
     return [row.loss for row in rows + result.by_position.rows + result.truncated_context.rows]
 
@@ -95,13 +95,15 @@ def losses(result: dict[str, Any]) -> list[float]:
 def test_one_models_perplexity_is_the_same_natively_imported_and_by_its_class(
     exported: tuple[Step, Path],
 ) -> None:
+    native: Any
+    others: Any
     native, *others = (
         run_and_store(Perplexity(), one, PERPLEXITY) for one in eval_models(exported)
     )
     assert len(losses(native)) > 15
     assert native.training_length == LENGTH
     for result, kind in zip(others, ("native", "hf"), strict=True):
-        assert result.model.kind == kind
+        assert result.model["kind"] == kind
         assert result.training_length == LENGTH
         assert losses(result) == pytest.approx(losses(native), rel=1e-5)
         for ours, theirs in zip(native.rows, result.rows, strict=True):
@@ -112,13 +114,13 @@ def test_one_models_perplexity_is_the_same_natively_imported_and_by_its_class(
 
 def test_one_models_needle_answers_are_the_same(exported: tuple[Step, Path]) -> None:
     native, *others = eval_models(exported)
-    maker = PromptMaker(native.tokenizer(), open_corpora(native, NEEDLE), 0)  # type: ignore[arg-type]
+    maker = PromptMaker(native.tokenizer(), Needle().open_corpora(native, NEEDLE), 0)  # type: ignore[arg-type]
     trials = [maker.trial(300, index) for index in range(4)]
     prompts = torch.stack([torch.from_numpy(trial.prompt(0.5)) for trial in trials])
     choices = torch.tensor([[answer.tokens for answer in trial.candidates] for trial in trials])
     wanted = native.scorer("fp32").loglikelihood_and_generate(prompts, choices, 12)
     grid = run_and_store(Needle(), native, NEEDLE)
-    wanted_cells = run_and_store(Retrieval(), native, RETRIEVAL)["cells"]
+    wanted_cells = run_and_store(Retrieval(), native, RETRIEVAL).cells
     for eval_model in others:
         found = eval_model.scorer("fp32").loglikelihood_and_generate(prompts, choices, 12)
         assert torch.equal(found.generated, wanted.generated)
@@ -128,7 +130,7 @@ def test_one_models_needle_answers_are_the_same(exported: tuple[Step, Path]) -> 
         result = run_and_store(Needle(), eval_model, NEEDLE)
         assert result.cells == grid.cells
         assert result.by_length == grid.by_length
-        assert run_and_store(Retrieval(), eval_model, RETRIEVAL)["cells"] == wanted_cells
+        assert run_and_store(Retrieval(), eval_model, RETRIEVAL).cells == wanted_cells
 
 
 def test_long_inputs_of_an_imported_model_go_through_the_fast_engine(tmp_path: Path) -> None:
@@ -176,12 +178,12 @@ def test_far_keys_left_out_of_long_prompts_change_no_answer(
                 for e in (None, 0.0)
             ],
         ):
-            assert (fast.model.pruning_tolerance, dense.model.pruning_tolerance) == (
+            assert (fast.model["pruning_tolerance"], dense.model["pruning_tolerance"]) == (
                 1e-6,
                 0.0,
             )
             assert fast.cells == dense.cells
-        maker = PromptMaker(eval_model.tokenizer(), open_corpora(eval_model, needle), 0)  # type: ignore[arg-type]
+        maker = PromptMaker(eval_model.tokenizer(), Needle().open_corpora(eval_model, needle), 0)  # type: ignore[arg-type]
         trials = [maker.trial(2600, index) for index in range(2)]
         prompts = torch.stack([torch.from_numpy(trial.prompt(0.5)) for trial in trials])
         choices = torch.tensor([[a.tokens for a in trial.candidates] for trial in trials])
@@ -283,7 +285,7 @@ def test_mistakes_are_named(
         with pytest.raises(
             DataError, match=r"text = .*bare: hf:.*bare has no tokenizer; give corp"
         ):
-            open_corpora(eval_model, PERPLEXITY)
+            Perplexity().open_corpora(eval_model, PERPLEXITY)
     with pytest.raises(ConfigError, match="does not say how long its training samples were"):
         _ = resolve_model(f"hf:{bare}").training_length
     assert resolve_model(f"hf:{bare}", EvalOptions(training_length=64)).training_length == 64

@@ -27,13 +27,12 @@ from transformers import (
     RobertaConfig,
 )
 
-from alibi_lm.evals.config import PerplexityConfig
+from alibi_lm.evals.base import chosen_lengths
 from alibi_lm.evals.models.base import EvalOptions
 from alibi_lm.evals.models.resolve import resolve_model
 from alibi_lm.evals.models.transformers_scorer import TransformersScorer
 from alibi_lm.evals.perplexity.protocols import target_losses
 from alibi_lm.evals.perplexity.windows import non_overlapping_windows
-from alibi_lm.evals.results import chosen_lengths
 from alibi_lm.hf.importing.loading import TransformersFolder
 from alibi_lm.utils.errors import CheckpointError, ConfigError, DataError
 
@@ -116,7 +115,7 @@ def test_logits_and_scores_of_a_long_input_are_never_held_whole() -> None:
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         out = forward(*args, **kwargs)
-        seen.append((out.logits.numel(), kwargs.input_ids.shape[1]))
+        seen.append((out.logits.numel(), kwargs["input_ids"].shape[1]))
         return out
 
     model.forward = watched
@@ -174,9 +173,9 @@ def test_real_limits_are_found_and_overlong_input_is_refused(tmp_path: Path) -> 
         else:
             scorer.token_losses(tokens_of(1, 200))
     eval_model = resolve_model(f"hf:{tmp_path / 'gpt2'}", EvalOptions(training_length=32))
-    assert chosen_lengths(eval_model, PerplexityConfig()) == [16, 32, 64]
+    assert chosen_lengths(eval_model, None) == [16, 32, 64]
     with pytest.raises(ConfigError, match="lengths = 128: the model has 64 positions"):
-        chosen_lengths(eval_model, PerplexityConfig(lengths=[64, 128]))
+        chosen_lengths(eval_model, [64, 128])
 
 
 def test_a_token_that_the_model_does_not_have_is_refused() -> None:

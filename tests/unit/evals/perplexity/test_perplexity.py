@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from alibi_lm.evals.config import PerplexityConfig
+from alibi_lm.evals.base import default_lengths
+from alibi_lm.evals.config import NeedleConfig, PerplexityConfig
 from alibi_lm.evals.models.base import NativeModel
 from alibi_lm.evals.models.scorer import NativeScorer
 from alibi_lm.evals.perplexity.documents import target_bytes
 from alibi_lm.evals.perplexity.evaluation import Perplexity
-from alibi_lm.evals.results import default_lengths, finished, run_and_store, stored
+from alibi_lm.evals.results import finished, run_and_store, shown
+from alibi_lm.evals.retrieval.needle import Needle
 from alibi_lm.evals.suite import read_suite
 from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.decoder import Decoder
@@ -92,7 +94,7 @@ def test_bf16_is_near_fp32(tmp_path: Path) -> None:
         suite = read_suite(None, [f"perplexity.precision={precision}", "perplexity.lengths=[16]"])
         result = run_and_store(Perplexity(), NativeModel(step), suite.perplexity)
         losses.append(result.rows[0].loss)
-        assert result.model.dtype == {"fp32": "float32", "bf16": "bfloat16"}[precision]
+        assert result.model["dtype"] == {"fp32": "float32", "bf16": "bfloat16"}[precision]
     assert losses[0] != losses[1]
     assert losses[0] == pytest.approx(losses[1], rel=3e-2)
 
@@ -179,12 +181,10 @@ def test_result_names_protocol_corpus_run_step_versions(tmp_path: Path) -> None:
     assert finished(Perplexity(), NativeModel(step), config) is None
     result = run_and_store(Perplexity(), NativeModel(step), config, planted)
     text = (step.evals_folder / "perplexity.json").read_text()
-    assert (
-        json.loads(text)
-        == shown(Perplexity(), NativeModel(step))
-        == finished(Perplexity(), NativeModel(step), config)
-    )
-    assert json.loads(text) == json.loads(json.dumps(result))
+    done = finished(Perplexity(), NativeModel(step), config)
+    assert done is not None
+    assert result == shown(Perplexity(), NativeModel(step)) == done.result
+    assert json.loads(text) == result.to_json()
     assert result.lengths == result.stride == [32, 64]
     assert result.corpus[0].prefix == str(prefix)
     assert result.corpus[0].num_long_documents == 2
@@ -201,7 +201,7 @@ def test_finished_asks_for_the_same_settings_corpus_and_step(tmp_path: Path) -> 
     )
     assert finished(Perplexity(), NativeModel(step), config)
     assert finished(Perplexity(), NativeModel(step), PerplexityConfig(lengths=[32])) is None
-    assert finished(Needle(), NativeModel(step), config) is None
+    assert finished(Needle(), NativeModel(step), NeedleConfig()) is None
     step.digest = "another"
     assert finished(Perplexity(), NativeModel(step), config) is None
     assert shown(Perplexity(), NativeModel(step)) is None

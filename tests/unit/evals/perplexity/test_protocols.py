@@ -176,12 +176,15 @@ def test_the_results_rows_are_those_computations(
     def mean(rule: Callable[[int, int], int], some: Any = targets) -> float:
         return float(np.mean([plain(x, rule(len(x), target), target) for x, target in some]))
 
-    rows = {name: result[name]["rows"] for name in ("sliding", "fixed_target", "truncated_context")}
+    rows = {
+        name: getattr(result, name).rows
+        for name in ("sliding", "fixed_target", "truncated_context")
+    }
     assert result.rows[0].loss == pytest.approx(mean(tiled), rel=close)
-    assert rows.sliding[0].loss == pytest.approx(mean(slid), rel=close)
-    assert rows.sliding[0].perplexity == pytest.approx(math.exp(mean(slid)), rel=10 * close)
+    assert rows["sliding"][0].loss == pytest.approx(mean(slid), rel=close)
+    assert rows["sliding"][0].perplexity == pytest.approx(math.exp(mean(slid)), rel=10 * close)
     last = [(x, target) for x, target in targets if target >= len(x) - 6]
-    for row in rows.fixed_target:
+    for row in rows["fixed_target"]:
         start = row.length + 1
         right = mean(lambda size, target, start=start: size - start, last)  # type: ignore[misc]
         assert row.loss == pytest.approx(right, rel=close)
@@ -192,8 +195,8 @@ def test_the_results_rows_are_those_computations(
 
     # 1000 is more than there are: the sample is every target.
     assert result.truncated_context.num_targets == len(targets) == result.num_tokens
-    null = rows.truncated_context[1]
-    assert rows.truncated_context[0].loss_gap == 0.0
+    null = rows["truncated_context"][1]
+    assert rows["truncated_context"][0].loss_gap == 0.0
     assert null.loss == pytest.approx(result.rows[1].loss, rel=1e-9)
     assert null.truncated_context_loss == pytest.approx(mean(cut), rel=close)
     assert null.loss_gap == pytest.approx(result.rows[1].loss - mean(cut), abs=10 * close)
@@ -206,7 +209,7 @@ def test_the_results_rows_are_those_computations(
         assert row.num_targets == len(some)
         assert row.loss == pytest.approx(mean(lambda size, target: 0, some), rel=close)
     for name in rows:
-        assert result[name]["protocol"]
+        assert getattr(result, name).protocol
 
 
 def test_batch_size_changes_nothing(tmp_path: Path) -> None:
@@ -214,7 +217,7 @@ def test_batch_size_changes_nothing(tmp_path: Path) -> None:
         run(tmp_path / str(size), torch.float32, batch_tokens=size) for size in (1, 100, 16384)
     ]
     for name in (None, "sliding", "fixed_target", "truncated_context", "by_position"):
-        first, *others = ((r if name is None else r[name]).rows for r in results)
+        first, *others = ((r if name is None else getattr(r, name)).rows for r in results)
         for other in others:
             for row, same in zip(first, other, strict=True):
                 assert same.loss == pytest.approx(row.loss, rel=1e-6)
@@ -222,7 +225,9 @@ def test_batch_size_changes_nothing(tmp_path: Path) -> None:
 
 def test_what_is_not_asked_for_is_not_there(tmp_path: Path) -> None:
     result = run(tmp_path, stride=None, fixed_targets=None, truncated_context_targets=None)
-    assert [result[name] for name in ("sliding", "fixed_target", "truncated_context")] == [None] * 3
+    assert [getattr(result, name) for name in ("sliding", "fixed_target", "truncated_context")] == [
+        None
+    ] * 3
     beyond = run(tmp_path, truncated_context_length=32)
     assert beyond.truncated_context is None
 
@@ -248,8 +253,9 @@ def test_bits_per_byte_of_each_protocol(tmp_path: Path) -> None:
     whole = sum(len(tokenizer.decode(x[1:]).encode()) for x in scored)
     tail = sum(len(tokenizer.decode(x[-8:]).encode()) for x in scored)
     for name, size in (("sliding", whole), ("fixed_target", tail)):
-        for row in result[name]["rows"]:
-            bits = result[name]["num_tokens"]  # each loss is one bit
+        part = getattr(result, name)
+        for row in part.rows:
+            bits = part.num_tokens  # each loss is one bit
             assert row.bits_per_byte == pytest.approx(bits / size, rel=1e-6)
     arrays = [np.array(x) for x in scored]
     assert tail_bytes(arrays, tokenizer, 8).sum() == tail  # type: ignore[arg-type, union-attr]
@@ -288,7 +294,7 @@ def test_a_document_of_131072_tokens_goes_through_every_protocol(tmp_path: Path)
     step = fake_step(tmp_path, [path], 1024)
     config = ModelConfig(num_layers=1, hidden_size=16, num_heads=2, vocab_size=50)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    result = run_and_store(
+    result: Any = run_and_store(
         Perplexity(),
         NativeModel(step),
         PerplexityConfig(lengths=[1024, length - 1], stride=1024, fixed_targets=256),

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from alibi_lm.evals.verdicts import context_verdict
 from torch import Tensor
 
 from alibi_lm.evals.config import PerplexityConfig
@@ -22,6 +22,7 @@ from alibi_lm.evals.perplexity.truncated_context import (
     truncated_context_loss,
     truncated_context_perplexity,
 )
+from alibi_lm.evals.perplexity.verdicts import context_verdict
 from alibi_lm.evals.results import run_and_store
 from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.decoder import Decoder
@@ -171,11 +172,13 @@ def test_noise_and_few_documents_cannot_tell(tmp_path: Path) -> None:
     ],
 )
 def test_the_verdicts_words(interval: list[float] | None, word: str) -> None:
-    rows = [{"length": 64, "loss_gap": -0.1, "loss_gap_interval": interval, "share_cut": 1.0}]
-    assert context_verdict(rows, 32).word == word
+    def rows(ends: list[float] | None, share: float) -> Any:
+        gap = {"loss_gap": -0.1, "loss_gap_interval": ends}
+        return [SimpleNamespace(length=64, share_cut=share, **gap)]
+
+    assert context_verdict(rows(interval, 1.0), 32).word == word
     halved = None if interval is None else [end / 2 for end in interval]
-    rows = [{"length": 64, "loss_gap": -0.1, "loss_gap_interval": halved, "share_cut": 0.5}]
-    assert context_verdict(rows, 32).word == word
+    assert context_verdict(rows(halved, 0.5), 32).word == word
 
 
 def test_few_targets_with_context_to_cut_do_not_hide_its_use(tmp_path: Path) -> None:
@@ -209,9 +212,9 @@ def test_a_result_of_other_weights_in_the_folder_is_kept(tmp_path: Path) -> None
         step = fake_step(tmp_path, [prefix], 32, digest=digest)
         scorer = PlantedLosses(lambda t, p, loss=loss: loss + t * 0)
         run_and_store(Perplexity(), NativeModel(step), config, scorer)
-    found = [json.loads(path.read_text()) for path in step.evals_folder.glob("*.json")]
-    assert sorted(round(own.rows[0].loss) for own in found) == [2, 3]
-    assert len(list(step.evals_folder.glob("*.png"))) == 2
+    found = [json.loads(path.read_text())["rows"] for path in step.evals_folder.rglob("*.json")]
+    assert sorted(round(own[0]["loss"]) for own in found) == [2, 3]
+    assert len(list(step.evals_folder.rglob("*.png"))) == 2
 
 
 def test_a_sample_is_seeded_and_uniform() -> None:

@@ -136,7 +136,7 @@ def test_learned_slopes_are_those_of_the_weights(tmp_path: Path) -> None:
         block.attention.log_slope_ratio[2] = 1.0
     own.checkpoint.config.model = config
     own.checkpoint.fake_decoder = decoder
-    rows = {row.head: row.slope for row in slope_rows(own)}
+    rows = {row["head"]: row["slope"] for row in slope_rows(own)}
     assert len(rows) == 8
     assert rows["layer 0, head 2"] == pytest.approx(2.0**-6)
     assert rows["layer 1, head 2"] == pytest.approx(2.0**-6 * 2.718281828, rel=1e-6)
