@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from alibi_lm.tasks.config import TASKS, TaskSizes
+from alibi_lm.tasks.config import ADDED_TASKS, TASKS, TaskSizes
 from alibi_lm.utils.errors import Problem
 from alibi_lm.utils.settings import Distinct, NotEmpty, Probability, Section, Share, rule
 
@@ -123,8 +123,9 @@ class RetrievalConfig(Section):
     @rule
     def _tasks_exist_and_have_files(self) -> Iterator[Problem]:
         for task in self.tasks or []:
-            if task not in TASKS:
-                yield Problem("tasks", task, "is no task", f"give some of {', '.join(TASKS)}")
+            if task not in (*TASKS, *ADDED_TASKS):
+                known = ", ".join((*TASKS, *ADDED_TASKS))
+                yield Problem("tasks", task, "is no task", f"give some of {known}")
             elif task.startswith("qa_") and len(self.qa_files) < int(task[-1]):
                 yield Problem("tasks", task, "has no file", "set .qa_files")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.metadata import entry_points
 
 # Importing an eval's module registers it; the order is that of reports.
 from alibi_lm.evals.perplexity import evaluation as _perplexity  # isort: skip
@@ -14,9 +13,10 @@ from alibi_lm.evals.generalization import evaluation as _generalization  # isort
 from alibi_lm.evals.attention_span import evaluation as _attention_span  # isort: skip
 from alibi_lm.evals.base import EVALS
 from alibi_lm.utils.errors import ConfigError, Problem
+from alibi_lm.utils.plugins import load_plugin, plugins
 
-ENTRY_POINTS = "alibi_lm.evals"
-"""Group of entry points whose modules register evals."""
+GROUPS = ("alibi_lm.evals", "alibi_lm.tasks")
+"""Groups of entry points whose objects register evals and retrieval tasks when imported."""
 
 __all__ = ["EVALS", "load_plugins"]
 _BUILT_IN = (_perplexity, _needle, _retrieval, _generalization, _attention_span)
@@ -28,8 +28,9 @@ def load_plugins(modules: Sequence[str] = ()) -> None:
     Raises:
         ConfigError: there is no such module.
     """
-    for point in entry_points(group=ENTRY_POINTS):
-        point.load()
+    for group in GROUPS:
+        for name in plugins(group):
+            load_plugin(group, name)
     for name in modules:
         try:
             import_module(name)

@@ -19,6 +19,8 @@ RULER = (
 )
 """The thirteen columns of RULER's table, in its order."""
 TASKS = ("passkey", "mqar", *RULER)
+ADDED_TASKS: list[str] = []
+"""Names that plugins have registered by `alibi_lm.tasks.registry.register_task`."""
 
 
 def default_tasks(num_qa_files: int) -> list[str]:
