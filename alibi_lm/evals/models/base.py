@@ -1,4 +1,4 @@
-"""What is judged: a model with its text, its facts and the folder of its results."""
+"""The models that evals judge: weights, tokenizer, corpora and the folder of the results."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ HF = "hf:"
 
 @dataclass(frozen=True)
 class EvalOptions:
-    """What a user can choose about any subject."""
+    """What a user can choose for any model."""
 
     engine: Engine | None = None
     """What computes a Hugging Face model: our own model, or the stock class of `transformers`."""
     out: Path | None = None
-    """Where results are written, instead of the subject's own place."""
+    """Where results are written, instead of the model's own folder."""
     corpus: str | None = None
-    """Prefix of the token files read by default, instead of the subject's own."""
+    """Prefix of the token files to read, instead of the model's own."""
     text: Sequence[str] = ()
-    """Text files, globs or folders to read instead, tokenized with the subject's tokenizer."""
+    """Text files, globs or folders to read instead, tokenized with the model's tokenizer."""
     training_length: int | None = None
-    """Tokens of a training sample, instead of what the subject says."""
+    """Tokens of a training sample, instead of what the model says."""
     ranks: EvalRanks = ONE_PROCESS
     """The processes that judge together."""
     device: str | None = None
@@ -79,7 +79,7 @@ class EvalModel(ABC):
     @property
     @abstractmethod
     def argument(self) -> str:
-        """What names it on the command line."""
+        """Its name on the command line."""
 
     @property
     @abstractmethod
@@ -89,12 +89,12 @@ class EvalModel(ABC):
     @property
     @abstractmethod
     def subtitle(self) -> str:
-        """Which weights of that name these are."""
+        """Which weights these are."""
 
     @property
     @abstractmethod
     def step(self) -> int | None:
-        """Optimizer steps done; None where nobody says."""
+        """Optimizer steps done, if known."""
 
     @property
     @abstractmethod
@@ -103,10 +103,10 @@ class EvalModel(ABC):
 
     @property
     def training_length(self) -> int:
-        """Tokens of a training sample, which results are related to.
+        """Tokens of a training sample; results are relative to it.
 
         Raises:
-            ConfigError: neither the model nor the user says.
+            ConfigError: neither the model nor the user states it.
         """
         length = self.options.training_length or self.declared_training_length
         if length is None:
@@ -118,7 +118,7 @@ class EvalModel(ABC):
     @property
     @abstractmethod
     def declared_training_length(self) -> int | None:
-        """Tokens of a training sample as far as the model says."""
+        """Tokens of a training sample, if the model states it."""
 
     @property
     @abstractmethod
@@ -152,7 +152,7 @@ class EvalModel(ABC):
     @property
     @abstractmethod
     def default_corpora(self) -> Sequence[str]:
-        """Prefixes of the token files that the model comes with."""
+        """Prefixes of the validation corpora of the model's run."""
 
     @property
     def evals_folder(self) -> Path:
@@ -171,7 +171,7 @@ class EvalModel(ABC):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What the user chose of it, and a result depends on, beside the weights."""
+        """The user's choices that results depend on, besides the weights."""
         length = self.options.training_length
         return {} if length is None else {"training_length": length}
 

@@ -1,4 +1,4 @@
-"""From what a command names to the subject that is judged."""
+"""From the name on the command line to the model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from alibi_lm.utils.errors import ConfigError, Problem
 
 
 def resolve_model(name: str, options: EvalOptions = DEFAULTS) -> EvalModel:
-    """The subject that a command names.
+    """The model of a name.
 
     Args:
         name: a run folder (its newest complete step), a step folder, `hf:FOLDER` or the hub's
@@ -19,7 +19,7 @@ def resolve_model(name: str, options: EvalOptions = DEFAULTS) -> EvalModel:
 
     Raises:
         CheckpointError: there is nothing usable of that name.
-        ConfigError: a choice that the subject does not have.
+        ConfigError: an option that the model does not have.
     """
     if name.startswith(HF):
         return run_on_all_ranks(lambda: open_hf(name.removeprefix(HF), options))

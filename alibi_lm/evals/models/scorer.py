@@ -1,4 +1,4 @@
-"""The one interface through which evals ask a model for losses and answers."""
+"""The interface between evals and models: losses, log-likelihoods and greedy continuations."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from alibi_lm.utils.errors import CheckpointError, ConfigError, DataError, Probl
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PREFILL_TOKENS = 65536
-"""Prompt tokens put through the model at once; longer prompts go in pieces, by the cache."""
+"""Prompt tokens in one forward pass; longer prompts are read in chunks, through the KV cache."""
 ANSWERS_DENSE_UP_TO = 8192
-"""Prompts that with their answers are at most so long are read densely: rings would gain little,
-and their calls are many where the next tokens are few."""
+"""Prompts that, with their answers, are at most so long are read densely: pruning gains little,
+and make more calls for few new tokens."""
 
 
 @dataclass(frozen=True)
 class PromptScores:
-    """What a model makes of a batch of prompts."""
+    """Closed-set scores and greedy continuations of a batch of prompts."""
 
     loglikelihoods: Tensor
-    """`[B, K]` fp32, nats: of each candidate as the prompt's continuation."""
+    """`[B, K]` fp32, nats: log-likelihood of each candidate as the prompt's continuation."""
     generated: Tensor
     """`[B, N]` int64: the greedy continuation."""
 
@@ -56,7 +56,7 @@ def checked_scores(scores: Tensor) -> Tensor:
 
 
 class Scorer(Protocol):
-    """A causal language model to be judged. Input is never cut: what does not fit is refused."""
+    """A causal language model. Input is never truncated: what does not fit is refused."""
 
     @property
     def vocab_size(self) -> int:
@@ -65,7 +65,7 @@ class Scorer(Protocol):
 
     @property
     def dp_size(self) -> int:
-        """Copies of the model that share the rows of a batch: give a multiple of it."""
+        """Copies of the model that share a batch: give a multiple of so many rows."""
         ...
 
     def token_losses(self, tokens: Tensor) -> Tensor:
@@ -96,14 +96,14 @@ class Scorer(Protocol):
         ...
 
     def describe(self) -> dict[str, Any]:
-        """Facts about the model for the result's JSON."""
+        """The model in the result's JSON: kind, size, precision, device."""
         ...
 
 
 def check_input(
     tokens: Tensor, num_positions: int, limit: int | None, vocab_size: int, owner: str
 ) -> None:
-    """Refuse what a model cannot read.
+    """Raise if a model cannot read these tokens.
 
     Args:
         tokens: token ids.
@@ -129,7 +129,7 @@ class NativeScorer:
     """Scores our own decoder.
 
     Memory grows linearly with the length: attention works in chunks, and logits are made for some
-    positions at a time. With an pruning_tolerance above 0, so does the time of long inputs.
+    positions at a time. With a pruning_tolerance above 0, so does the time of long inputs.
 
     Attributes:
         pruning_tolerance: what each head and row may leave out of its probability; 0 is dense.
@@ -144,7 +144,7 @@ class NativeScorer:
         """Score `decoder`; `pruning_tolerance` None: the default where the model allows it.
 
         Raises:
-            ConfigError: an pruning_tolerance above 0 for a model that has no horizons.
+            ConfigError: a pruning_tolerance above 0 for a model whose attention has no bound.
         """
         self._device = get_device(device)
         self._decoder = decoder.to(self._device).eval()
@@ -166,7 +166,7 @@ class NativeScorer:
 
     @property
     def dp_size(self) -> int:
-        """This one."""
+        """One: this process."""
         return 1
 
     @torch.inference_mode()
@@ -264,7 +264,7 @@ class NativeScorer:
 
 
 class Weights(Protocol):
-    """What a native model is made from: a checkpoint, or an imported folder."""
+    """Weights of this project's own model: a checkpoint, or an imported folder."""
 
     @property
     def config(self) -> Config:

@@ -1,4 +1,4 @@
-"""Several processes that judge one model: who does what, and how they agree."""
+"""Evals on several ranks: which rank scores which rows."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class EvalRanks:
         return self.tp.size * self.dp.size
 
     def check(self, config: Config | None) -> None:
-        """Refuse a model that these ranks cannot share; None is one computed by other code.
+        """Raise if these ranks cannot share the model; None: a model computed by other code.
 
         Raises:
             ConfigError: naming every rule broken.
@@ -56,7 +56,7 @@ ONE_PROCESS = EvalRanks()
 
 
 class ShardedScorer:
-    """A scorer whose rows are shared among the data-parallel ranks; all of them get all results.
+    """Splits the rows of a batch over the data-parallel ranks; all of them get all results.
 
     Every rank calls it with the same input. A rank for which no row is left waits for the others.
     """

@@ -24,7 +24,7 @@ RESULTS = Path("evals") / "hf"
 
 
 def open_hf(name: str, options: EvalOptions) -> EvalModel:
-    """The subject of a folder, or of a model on the hub.
+    """The model of a folder, or of a name on the hub.
 
     Raises:
         CheckpointError: it cannot be used.

@@ -28,11 +28,11 @@ SCORES_AT_ONCE = 1 << 28
 TRIED_TOKENS = 48
 _SAME = 1e-3
 _UNMOVED = 1e-5
-"""Passes of one shape differ by no rounding to speak of."""
+"""Largest difference of two passes of one shape."""
 _BY_LENGTH = ("dynamic", "longrope")
-"""Rotary frequencies that a class takes by the length of its whole input."""
+"""Kinds of rotary frequencies that depend on the length of the whole input."""
 _NO_PLACE = re.compile(r"index .*out of (range|bounds)")
-"""What torch says of a position that a table does not have."""
+"""torch's message for a position beyond a table."""
 
 
 class TransformersScorer:
@@ -82,7 +82,7 @@ class TransformersScorer:
 
     @property
     def dp_size(self) -> int:
-        """This one."""
+        """One: this process."""
         return 1
 
     @torch.inference_mode()
@@ -185,7 +185,7 @@ class TransformersScorer:
 
     @torch.inference_mode()
     def _check_causal(self) -> None:
-        """Refuse a class in which a token sees those after it, such as BERT's as an encoder."""
+        """Refuse a class whose tokens attend to later ones, such as BERT as an encoder."""
         tokens = self._tried()
         half = tokens.shape[1] // 2
         if not half:
@@ -284,7 +284,7 @@ class _Cached:
 
 
 class _Fork:
-    """A cache to be used for a while; afterwards it is as before."""
+    """Lends a cache, and restores it afterwards."""
 
     def __init__(self, cache: Any, num_tokens: int) -> None:
         self._cache, self._num_tokens = cache, num_tokens
@@ -303,7 +303,7 @@ class _Fork:
 
 
 class _Uncached:
-    """Prompts of a class without a cache that works: every question is a pass of its own."""
+    """Prompts of a class without a working cache: every call is a whole pass."""
 
     def __init__(self, scorer: TransformersScorer, prompts: Tensor) -> None:
         self._scorer, self._prompts = scorer, prompts

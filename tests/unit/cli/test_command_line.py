@@ -249,7 +249,7 @@ def test_other_mistakes_in_the_command_line(line: list[str], expected: str) -> N
     [
         (["launch/pretrain.py"], "pretrain.py"),
         (["-m", "alibi_lm.train.entry"], "python -m alibi_lm.train.entry"),
-        (["evals/perplexity.py"], "alibi-lm eval perplexity"),
+        (["evals/evaluate.py", "perplexity"], "alibi-lm eval perplexity"),
         (["data/prepare.py"], "alibi-lm prepare"),
         (["-m", "alibi_lm", "report"], "alibi-lm report"),
     ],

@@ -146,7 +146,7 @@ def test_a_model_that_solves_up_to_some_items_is_said_to(
             assert cell.teacher_forced == pytest.approx((tokens - 1) / tokens)
     assert all(own.longest_solved == reach for own in result.verdict.tasks.values())
     stored = json.loads((eval_model.evals_folder / "generalization.json").read_text())
-    assert stored == json.loads(json.dumps(result))
+    assert stored == result.to_json()
     assert (eval_model.evals_folder / "generalization.png").stat().st_size > 10_000
     assert len(table(result)) == 1 + 2 * 3
 

@@ -1,4 +1,4 @@
-"""The null model on planted truth, and its closed form on the paper's numbers."""
+"""The truncated-context baseline on planted truth, and its closed form on the paper's numbers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_closed_form_on_the_papers_numbers(length: int, expected: float) -> 
 
 def test_the_closed_forms_edges() -> None:
     assert truncated_context_perplexity(19.73, 17.98, 512, 512) == pytest.approx(19.73)
-    with pytest.raises(ValueError, match="shorter than the reach"):
+    with pytest.raises(ValueError, match="shorter than the context of 512"):
         truncated_context_loss(3.0, 2.9, 512, 511)
 
 
@@ -88,9 +88,8 @@ def test_a_model_whose_total_reach_is_l_has_no_excess(
     loss_gap = {}
     for reach in (16, 17, 40):
         scorer = NativeScorer(Decoder(config, seed=1).to(dtype))
-        null = measure(tmp_path, random_documents(6), scorer, truncated_context_length=reach)[
-            "truncated_context"
-        ]
+        result = measure(tmp_path, random_documents(6), scorer, truncated_context_length=reach)
+        null = result.truncated_context
         row = null.rows[-1]
         assert row.num_cut > 1000
         loss_gap[reach] = max(abs(row.loss_gap), *map(abs, row.loss_gap_interval))
