@@ -123,7 +123,7 @@ def test_comparisons_choose_results_of_the_same_text(tmp_path: Path) -> None:
     measure(one, side(both))
     measure(two, side(both))  # of model two there is nothing on its own corpus
     page = write_comparison([one, two], tmp_path / "page.html").read_text()
-    assert page.count(f"<td>{np.e:.3f}</td>") == 2 * 2  # two models, at two lengths
+    assert page.count(f"{np.e:.3f}") == 2 * 2  # two models, at two lengths
     assert f"one: perplexity.json is left out (lengths=None; corpus {both / 'v'}" in page
     measure(two)
     page = write_comparison([one, two], tmp_path / "page.html").read_text()
