@@ -82,8 +82,9 @@ def command_of(words: list[str]) -> tuple[click.Command, list[str]]:
     """The command that the words of a command line name, and the words after it."""
     command: click.Command = main
     while isinstance(command, click.Group) and words and re.fullmatch(r"[a-z][a-z-]*", words[0]):
-        assert words[0] in command.commands, words
-        command, words = command.commands[words[0]], words[1:]
+        found = command.get_command(click.Context(command), words[0])
+        assert found is not None, words
+        command, words = found, words[1:]
     return command, words
 
 

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from markupsafe import Markup
-
 from alibi_lm.evals import results
 from alibi_lm.evals.base import Eval, Result
 from alibi_lm.evals.models.base import EvalModel
@@ -46,7 +44,7 @@ class Section:
     """An eval's section of the page."""
 
     title: str
-    html: Markup
+    html: str
     command: str | None
     """What runs it, where it has not been run."""
     others: Sequence[str]
@@ -57,7 +55,7 @@ def section_of(
 ) -> Section:
     """The section of an eval, by its own template where it has one."""
     if result is None:
-        return Section(each.title, Markup(), command_of(each, eval_model), ())
+        return Section(each.title, "", command_of(each, eval_model), ())
     package, template = "alibi_lm.evals.report", "section.html"
     if each.template is not None:
         package, template = type(each).__module__.rpartition(".")[0], each.template
@@ -70,7 +68,7 @@ def section_of(
         pictures=pictures,
         **each.report_values(result),
     )
-    return Section(each.title, Markup(page), None, others)
+    return Section(each.title, page, None, others)
 
 
 def summary(found: Sequence[Measured], eval_model: EvalModel) -> list[str]:
