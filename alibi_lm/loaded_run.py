@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from alibi_lm.checkpoint.step import Step, open_run
+from alibi_lm.checkpoint.step import Checkpoint, open_checkpoint
 from alibi_lm.config import Config
 from alibi_lm.data.tokenizer import Tokenizer
 from alibi_lm.model.decoder import Decoder
@@ -23,24 +23,24 @@ from alibi_lm.utils.errors import CheckpointError, Problem
 class Run:
     """One checkpoint of a run, ready for use. Make one with `load_run`."""
 
-    step: Step
+    checkpoint: Checkpoint
     dtype: torch.dtype = torch.float32
     device: str | None = None
     """As `get_device` takes it."""
 
     def __repr__(self) -> str:
         """One line: the step folder and the dtype."""
-        return f"Run({str(self.step.folder)!r}, {self.dtype})"
+        return f"Run({str(self.checkpoint.folder)!r}, {self.dtype})"
 
     @property
     def config(self) -> Config:
         """The run's resolved config."""
-        return self.step.config
+        return self.checkpoint.config
 
     @cached_property
     def decoder(self) -> Decoder:
         """The model, in evaluation mode."""
-        return self.step.decoder(self.dtype).to(get_device(self.device))
+        return self.checkpoint.decoder(self.dtype).to(get_device(self.device))
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -49,10 +49,10 @@ class Run:
         Raises:
             CheckpointError: it was trained without one.
         """
-        tokenizer = self.step.tokenizer()
+        tokenizer = self.checkpoint.tokenizer()
         if tokenizer is None:
             fix = "train with data.tokenizer set, or import a folder with its tokenizer"
-            folder = str(self.step.folder)
+            folder = str(self.checkpoint.folder)
             raise CheckpointError(Problem(folder, None, "has no tokenizer", fix))
         return tokenizer
 
@@ -169,7 +169,7 @@ def load_run(
         ConfigError: this machine has no such device.
     """
     get_device(device)  # a mistake is raised here, not at the first use
-    return Run(open_run(path, check=check), dtype, device)
+    return Run(open_checkpoint(path, check=check), dtype, device)
 
 
 def _cut(text: str, stop: Sequence[str]) -> str:

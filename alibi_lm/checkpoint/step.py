@@ -29,8 +29,8 @@ from alibi_lm.parallel.mesh import NO_PARALLEL, ParallelDim
 
 
 @dataclass(frozen=True)
-class Step:
-    """A complete checkpoint; `open_run` opens one."""
+class Checkpoint:
+    """A complete checkpoint; `open_checkpoint` opens one."""
 
     folder: Path
     meta: dict[str, Any]
@@ -111,7 +111,7 @@ class Step:
             return filled_decoder(model or self.config.model, reader, dtype, tp)
 
 
-def open_run(path: str | Path, *, check: bool = True) -> Step:
+def open_checkpoint(path: str | Path, *, check: bool = True) -> Checkpoint:
     """Open a run folder's newest complete step, or a step folder.
 
     `check` compares every file with its sha256 first.
@@ -120,4 +120,4 @@ def open_run(path: str | Path, *, check: bool = True) -> Step:
         CheckpointError: there is no complete checkpoint, or a file of it is damaged.
     """
     folder = resolve_step(Path(path))
-    return Step(folder, verify(folder) if check else read_meta(folder))
+    return Checkpoint(folder, verify(folder) if check else read_meta(folder))

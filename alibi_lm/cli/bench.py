@@ -179,16 +179,16 @@ def long_inputs(
     --curve, `alibi-lm report RUN` plots it.
     """
     from alibi_lm.bench.long_inputs.benchmark import LongBenchmark, benchmark_long
-    from alibi_lm.checkpoint.step import open_run
+    from alibi_lm.checkpoint.step import open_checkpoint
     from alibi_lm.utils.errors import ConfigError, Problem
 
-    step = open_run(run)
+    checkpoint = open_checkpoint(run)
     if corpus is None:
-        if not step.config.data.corpora:  # an imported run
+        if not checkpoint.config.data.corpora:  # an imported run
             raise ConfigError(
                 Problem("--corpus", None, f"{run} names none", "give --corpus PREFIX")
             )
-        corpus = step.config.data.corpora[0].prefix
+        corpus = checkpoint.config.data.corpora[0].prefix
     settings = LongBenchmark(
         lengths=sorted(lengths),
         dense_lengths=sorted(length for length in dense_lengths if length),
@@ -198,4 +198,4 @@ def long_inputs(
         repeats=repeats,
         curve=[256 * 4**n for n in range(12) if 256 * 4**n <= curve],
     )
-    benchmark_long(step, corpus, settings)
+    benchmark_long(checkpoint, corpus, settings)

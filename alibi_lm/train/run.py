@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from alibi_lm.checkpoint.folder import CONFIG, read_meta, resolve_step
-from alibi_lm.checkpoint.step import open_run
+from alibi_lm.checkpoint.step import open_checkpoint
 from alibi_lm.config import Config
 from alibi_lm.config_loading import apply_overrides, digest, load_yaml, to_dict, to_yaml
 from alibi_lm.model.flops import num_parameters
@@ -155,8 +155,8 @@ def _initial_weights(config: Config, training_data: TrainingData) -> Path | None
     if config.train.init_from is None:
         return None
     folder = resolve_step(Path(config.train.init_from))
-    step = open_run(folder, check=rank() == 0)
-    source, model = to_dict(step.config.model), to_dict(config.model)
+    checkpoint = open_checkpoint(folder, check=rank() == 0)
+    source, model = to_dict(checkpoint.config.model), to_dict(config.model)
     fix = "use the same model and tokenizer as train.init_from"
     # Window, scaling and the spread of initial weights do not change what a weight means.
     problems = [
@@ -165,7 +165,7 @@ def _initial_weights(config: Config, training_data: TrainingData) -> Path | None
         if model[key] != source[key] and key not in MAY_CHANGE
     ]
     tokenizer = None if training_data.tokenizer is None else training_data.tokenizer.digest
-    if tokenizer != step.meta["data"]["tokenizer"]:
+    if tokenizer != checkpoint.meta["data"]["tokenizer"]:
         rule = f"is not the tokenizer of {folder}"
         problems.append(Problem("data.tokenizer", config.data.tokenizer, rule, fix))
     if problems:

@@ -52,7 +52,7 @@ def test_the_package_itself_imports_no_torch() -> None:
 
 def test_the_interface_is_listed_and_a_run_is_shown_on_one_line(place: Path, run: Run) -> None:
     assert {"Decoder", "ModelConfig", "Run", "load_corpus", "load_run"} <= set(dir(alibi_lm))
-    assert repr(run) == f"Run('{run.step.folder}', torch.float32)"
+    assert repr(run) == f"Run('{run.checkpoint.folder}', torch.float32)"
 
 
 def test_streamed_batched_and_alone_are_the_same(run: Run) -> None:

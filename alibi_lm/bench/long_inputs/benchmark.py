@@ -33,7 +33,7 @@ from alibi_lm.utils.logging import console
 from alibi_lm.utils.memory import peak_resident_bytes
 
 if TYPE_CHECKING:
-    from alibi_lm.checkpoint.step import Step
+    from alibi_lm.checkpoint.step import Checkpoint
 
 RESULT = "bench_long.json"
 TOKENS_A_TURN = 16
@@ -64,7 +64,7 @@ class LongBenchmark:
     """Tokens that are scored at each of them: the last ones of the longest."""
 
 
-def benchmark_long(step: Step, corpus: str, settings: LongBenchmark) -> dict[str, Any]:
+def benchmark_long(checkpoint: Checkpoint, corpus: str, settings: LongBenchmark) -> dict[str, Any]:
     """Measure a checkpoint, write bench_long.json beside its evals, and say the result.
 
     An earlier result becomes bench_long.previous.json.
@@ -78,32 +78,36 @@ def benchmark_long(step: Step, corpus: str, settings: LongBenchmark) -> dict[str
         ConfigError: the model has no horizons.
         DataError: the corpus is shorter than the longest length.
     """
-    decoder = step.decoder(dtype=DTYPES[settings.precision])
+    decoder = checkpoint.decoder(dtype=DTYPES[settings.precision])
     reason = pruning_unsupported_reason(decoder)
     if reason is not None:
         raise ConfigError(
-            Problem("model", step.config.model.position, reason, "train an ALiBi run")
+            Problem("model", checkpoint.config.model.position, reason, "train an ALiBi run")
         )
     wanted = (*settings.lengths, settings.same_length, *settings.positions, *settings.curve,
               *settings.dense_lengths)  # fmt: skip
     text = _text(corpus, max(wanted))
-    eval_model = NativeModel(step)
+    eval_model = NativeModel(checkpoint)
     result: dict[str, Any] = {
         "eval": "bench_long",
         "inputs": {"step": eval_model.digest, **asdict(settings)},
-        "training_length": step.config.train.sequence_length,
+        "training_length": checkpoint.config.train.sequence_length,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "pruning_tolerance": settings.epsilon,
         "precision": settings.precision,
         "repeats": settings.repeats,
-        "hidden_size": step.config.model.hidden_size,
-        "num_layers": step.config.model.num_layers,
-        "num_heads": step.config.model.num_heads,
+        "hidden_size": checkpoint.config.model.hidden_size,
+        "num_layers": checkpoint.config.model.num_layers,
+        "num_heads": checkpoint.config.model.num_heads,
     }
-    path = step.evals_folder / RESULT
+    path = checkpoint.evals_folder / RESULT
     parts: list[Callable[[], dict[str, Any]]] = [
-        lambda: {"same": _same(step.decoder(), text[: settings.same_length + 1], settings.epsilon)},
+        lambda: {
+            "same": _same(
+                checkpoint.decoder(), text[: settings.same_length + 1], settings.epsilon
+            )
+        },
         lambda: _scoring(decoder, text, settings),
         lambda: {"decoding": _decoding(decoder, text, settings)} if settings.positions else {},
         lambda: _curve(decoder, text, settings, result["dense"]) if settings.curve else {},

@@ -21,7 +21,7 @@ from alibi_lm.parallel.errors import run_on_all_ranks
 from alibi_lm.utils.errors import ConfigError, DataError, Problem
 
 if TYPE_CHECKING:
-    from alibi_lm.checkpoint.step import Step
+    from alibi_lm.checkpoint.step import Checkpoint
 
 
 Engine = Literal["native", "hf"]
@@ -66,7 +66,7 @@ DEFAULTS = EvalOptions()
 
 
 class EvalModel(ABC):
-    """A model that evals judge. Make one of a run with `NativeModel(open_run(path))`."""
+    """A model that evals judge. Make one of a run with `NativeModel(open_checkpoint(path))`."""
 
     def __init__(self, options: EvalOptions = DEFAULTS) -> None:
         self.options = options
@@ -229,7 +229,7 @@ class EvalModel(ABC):
 class NativeModel(EvalModel):
     """A checkpoint of a run."""
 
-    def __init__(self, checkpoint: Step, options: EvalOptions = DEFAULTS) -> None:
+    def __init__(self, checkpoint: Checkpoint, options: EvalOptions = DEFAULTS) -> None:
         super().__init__(options)
         self.checkpoint = checkpoint
 

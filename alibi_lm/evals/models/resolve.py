@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from alibi_lm.checkpoint.step import open_run
+from alibi_lm.checkpoint.step import open_checkpoint
 from alibi_lm.evals.models.base import DEFAULTS, HF, EvalModel, EvalOptions, NativeModel
 from alibi_lm.evals.models.transformers_model import open_hf
 from alibi_lm.parallel.errors import run_on_all_ranks
@@ -27,4 +27,4 @@ def resolve_model(name: str, options: EvalOptions = DEFAULTS) -> EvalModel:
         rule = "computes Hugging Face models"
         fix = f"give {HF}FOLDER, or leave it out"
         raise ConfigError(Problem("--engine", options.engine, rule, fix))
-    return run_on_all_ranks(lambda: NativeModel(open_run(name), options))
+    return run_on_all_ranks(lambda: NativeModel(open_checkpoint(name), options))

@@ -18,7 +18,7 @@ from alibi_lm.model.position_scaling import head_slopes
 from alibi_lm.utils.files import stored_object, write_text
 
 if TYPE_CHECKING:
-    from alibi_lm.checkpoint.step import Step
+    from alibi_lm.checkpoint.step import Checkpoint
 
 REPORT = "report.html"
 EXPORT_FACTS = "alibi_lm_export.json"
@@ -100,15 +100,15 @@ def _shape(model: ModelConfig) -> str:
     return f"{model.num_layers} layers, width {model.hidden_size:,}, {heads}"
 
 
-def run_facts(step: Step, metrics: Metrics | None) -> list[tuple[str, str]]:
+def run_facts(checkpoint: Checkpoint, metrics: Metrics | None) -> list[tuple[str, str]]:
     """What was trained and how, as (label, value)."""
-    model, train, data = step.config.model, step.config.train, step.config.data
+    model, train, data = checkpoint.config.model, checkpoint.config.train, checkpoint.config.data
     window = f", window {model.window:,}" if model.window else ""
     rows = [
-        ("Run folder", str(step.run_folder)),
-        ("Step", f"{step.step:,} of {train.num_steps:,}"),
-        ("Tokens", f"{step.meta['tokens']:,}"),
-        ("Parameters", f"{NativeModel(step).num_parameters:,}"),
+        ("Run folder", str(checkpoint.run_folder)),
+        ("Step", f"{checkpoint.step:,} of {train.num_steps:,}"),
+        ("Tokens", f"{checkpoint.meta['tokens']:,}"),
+        ("Parameters", f"{NativeModel(checkpoint).num_parameters:,}"),
         ("Model", _shape(model)),
         ("Architecture and positions", f"{model.architecture}, {model.position}{window}"),
         ("Training length", f"{train.sequence_length:,} tokens"),
@@ -117,8 +117,8 @@ def run_facts(step: Step, metrics: Metrics | None) -> list[tuple[str, str]]:
         ("Learning rate", f"{train.learning_rate:g}, {train.schedule}"),
         ("Corpora", ", ".join(f"{c.prefix} (weight {c.weight:g})" for c in data.corpora)),
     ]
-    if step.meta.get("layout"):
-        layout = flatten(step.meta["layout"])
+    if checkpoint.meta.get("layout"):
+        layout = flatten(checkpoint.meta["layout"])
         words = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in layout.items())
         rows.append(("Ranks", words))
     if metrics is not None:

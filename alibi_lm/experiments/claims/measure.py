@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from alibi_lm.checkpoint.step import Step
+from alibi_lm.checkpoint.step import Checkpoint
 from alibi_lm.config_loading import build, to_dict
 from alibi_lm.data.indexed import TokenFile
 from alibi_lm.evals.config import GeneralizationConfig, NeedleConfig
@@ -38,7 +38,9 @@ SHIFTS = (1, 128, 1000)
 
 
 def load_or_measure(
-    run: SuiteRun, settings: GroupConfig, measure: Callable[[Step, GroupConfig], dict[str, Any]]
+    run: SuiteRun,
+    settings: GroupConfig,
+    measure: Callable[[Checkpoint, GroupConfig], dict[str, Any]],
 ) -> dict[str, Any]:
     """The measurements of a finished run: stored ones if their inputs are the same, or new ones."""
     path = Path(run.folder) / RESULT
@@ -59,7 +61,7 @@ def load_or_measure(
     return result
 
 
-def measure_text(step: Step, settings: GroupConfig) -> dict[str, Any]:
+def measure_text(checkpoint: Checkpoint, settings: GroupConfig) -> dict[str, Any]:
     """Losses in non-overlapping windows of each length, and what explains them.
 
     Every length scores the same targets. Beside them: the truncated-context baseline at L, a hard
@@ -67,17 +69,17 @@ def measure_text(step: Step, settings: GroupConfig) -> dict[str, Any]:
 
     Losses are means in nats a token, computed in fp32.
     """
-    lengths, trained = sorted(settings.lengths), step.config.train.sequence_length
-    files = [TokenFile(prefix) for prefix in step.config.data.validation]
+    lengths, trained = sorted(settings.lengths), checkpoint.config.train.sequence_length
+    files = [TokenFile(prefix) for prefix in checkpoint.config.data.validation]
     documents = choose_documents(files, lengths[-1], settings.max_tokens).tokens
-    decoder = step.decoder()
+    decoder = checkpoint.decoder()
     scorer = NativeScorer(decoder)
     windows = {length: non_overlapping_windows(documents, length) for length in lengths}
     losses = {}
-    for length in tqdm(lengths, desc=str(step.run_folder), disable=None):
+    for length in tqdm(lengths, desc=str(checkpoint.run_folder), disable=None):
         losses[length] = protocols.target_losses(scorer, documents, windows[length], BATCH_TOKENS)
     targets = sum(len(document) - 1 for document in documents)
-    sizes = target_bytes(documents, step.tokenizer())
+    sizes = target_bytes(documents, checkpoint.tokenizer())
     result: dict[str, Any] = {
         "losses": {
             str(n): float(sum(document.sum() for document in kept)) / targets
@@ -96,9 +98,9 @@ def measure_text(step: Step, settings: GroupConfig) -> dict[str, Any]:
     observed = np.stack([sample.of(losses[length]) for length in lengths])
     rows = loss_gap_rows(sample, observed, cut, lengths, trained)
     result["loss_gap"] = {str(row.length): row.loss_gap for row in rows}
-    if step.config.model.position == "alibi":
-        model = build(ModelConfig, to_dict(step.config.model) | {"window": trained})
-        windowed = NativeScorer(step.decoder(model=model))
+    if checkpoint.config.model.position == "alibi":
+        model = build(ModelConfig, to_dict(checkpoint.config.model) | {"window": trained})
+        windowed = NativeScorer(checkpoint.decoder(model=model))
         result["windowed"] = {}
         for n in (n for n in lengths if n > trained):
             sums = protocols.document_sums(windowed, documents, windows[n], BATCH_TOKENS)
@@ -106,25 +108,25 @@ def measure_text(step: Step, settings: GroupConfig) -> dict[str, Any]:
     return result
 
 
-def measure_recall(step: Step, settings: GroupConfig) -> dict[str, Any]:
+def measure_recall(checkpoint: Checkpoint, settings: GroupConfig) -> dict[str, Any]:
     """Needles found at each length and distance; with ALiBi also under scaled slopes.
 
     The factor of the scaling is the longest length over the training length, at every length.
     """
-    lengths, trained = sorted(settings.lengths), step.config.train.sequence_length
-    tokenizer = step.tokenizer()
+    lengths, trained = sorted(settings.lengths), checkpoint.config.train.sequence_length
+    tokenizer = checkpoint.tokenizer()
     assert tokenizer is not None
-    files = [TokenFile(prefix) for prefix in step.config.data.validation]
+    files = [TokenFile(prefix) for prefix in checkpoint.config.data.validation]
     config = NeedleConfig(lengths=lengths, num_trials=settings.num_trials)
     maker = PromptMaker(tokenizer, files, config.seed)
     maker.check(lengths)
     variants: dict[str, dict[str, Any] | None] = {"plain": None}
-    if step.config.model.position == "alibi" and lengths[-1] > trained:
+    if checkpoint.config.model.position == "alibi" and lengths[-1] > trained:
         factor = lengths[-1] / trained
         variants |= {kind: {"kind": kind, "factor": factor} for kind in ("linear", "ntk")}
     results: dict[str, list[dict[str, Any]]] = {}
     for name, scaling in variants.items():
-        scorer = native_scorer(step, "fp32", scaling=scaling)
+        scorer = native_scorer(checkpoint, "fp32", scaling=scaling)
         results[name] = [
             {
                 "length": length,
@@ -141,12 +143,12 @@ def measure_recall(step: Step, settings: GroupConfig) -> dict[str, Any]:
     return {"variants": results}
 
 
-def measure_generalization(step: Step, settings: GroupConfig) -> dict[str, Any]:
+def measure_generalization(checkpoint: Checkpoint, settings: GroupConfig) -> dict[str, Any]:
     """Exact-match accuracy on longer problems than were trained, by task and number of items."""
-    tokenizer = step.tokenizer()
+    tokenizer = checkpoint.tokenizer()
     assert tokenizer is not None
     config = GeneralizationConfig(lengths=settings.lengths, num_trials=settings.num_trials)
-    scorer = native_scorer(step, "fp32")
+    scorer = native_scorer(checkpoint, "fp32")
     cells = []
     for task in config.tasks:
         for items in sorted(settings.lengths):
@@ -189,7 +191,7 @@ def shift_differences(decoder: Decoder, document: np.ndarray, length: int) -> di
     return changes
 
 
-MEASURES: dict[str, Callable[[Step, GroupConfig], dict[str, Any]]] = {
+MEASURES: dict[str, Callable[[Checkpoint, GroupConfig], dict[str, Any]]] = {
     "text": measure_text,
     "recall": measure_recall,
     "generalization": measure_generalization,

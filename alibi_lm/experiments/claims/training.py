@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from alibi_lm.checkpoint.step import Step, open_run
+from alibi_lm.checkpoint.step import Checkpoint, open_checkpoint
 from alibi_lm.config import Config
 from alibi_lm.config_loading import apply_overrides, build, flatten, to_dict, to_yaml
 from alibi_lm.experiments.claims.config import ClaimsConfig
@@ -39,18 +39,18 @@ class SuiteRun:
         """The run's name in messages."""
         return f"{self.group}/{self.model} seed {self.seed}"
 
-    def checkpoint(self) -> Step:
+    def checkpoint(self) -> Checkpoint:
         """The finished checkpoint, after comparing every file with its digest.
 
         Raises:
             CheckpointError: training has not finished.
         """
-        step = open_run(self.folder)
-        if step.step < self.config.train.num_steps:
-            rule = f"ends at step {step.step:,} of {self.config.train.num_steps:,}"
+        checkpoint = open_checkpoint(self.folder)
+        if checkpoint.step < self.config.train.num_steps:
+            rule = f"ends at step {checkpoint.step:,} of {self.config.train.num_steps:,}"
             fix = "run alibi-lm eval claims again"
             raise CheckpointError(Problem(str(self.folder), None, rule, fix))
-        return step
+        return checkpoint
 
 
 def suite_runs(suite: ClaimsConfig) -> list[SuiteRun]:
@@ -98,28 +98,28 @@ def is_finished(run: SuiteRun, *, whole: bool = False) -> bool:
         CheckpointError: it was trained with other settings, or for another number of steps.
     """
     try:
-        step = open_run(run.folder, check=False)
+        checkpoint = open_checkpoint(run.folder, check=False)
     except CheckpointError:
         return False
     wanted = run.config
     problems = [
         problem
-        for problem in config_problems(step.config, wanted)
+        for problem in config_problems(checkpoint.config, wanted)
         # The run's config states the vocabulary size that the suite leaves to the tokenizer.
         if problem.key != "model.vocab_size" or wanted.model.vocab_size is not None
     ]
     keys = [problem.key for problem in problems]
-    if step.config.train.num_steps != wanted.train.num_steps:
+    if checkpoint.config.train.num_steps != wanted.train.num_steps:
         # Budget and schedule must be those of the other runs.
         keys.append("train.num_steps")
     if keys:
         rule = f"was trained with another {', '.join(keys)}"
         fix = "remove the folder, or give the suite another work folder"
         raise CheckpointError(Problem(str(run.folder), None, rule, fix))
-    if step.step < wanted.train.num_steps:
+    if checkpoint.step < wanted.train.num_steps:
         return False
     try:
-        open_run(run.folder, check=whole)
+        open_checkpoint(run.folder, check=whole)
     except CheckpointError as error:
         console.warning(f"{run.name} is trained again: {error}")
         return False

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from alibi_lm.checkpoint.folder import verify
-from alibi_lm.checkpoint.step import Step, open_run
+from alibi_lm.checkpoint.step import Checkpoint, open_checkpoint
 from alibi_lm.config_loading import flatten
 from alibi_lm.data.tokenizer import Tokenizer
 from alibi_lm.hf.exporting.custom_code import CUSTOM_CODE, check_code_parity, write_code
@@ -48,21 +48,21 @@ every call (16 heads: 4 MiB, about 1 ms) and refuses longer inputs; its T x T sc
 memory much earlier."""
 
 
-def open_to_export(path: Path) -> Step:
+def open_to_export(path: Path) -> Checkpoint:
     """Open a run and verify the checkpoint's digests, with a progress bar.
 
     Raises:
         CheckpointError: there is no complete checkpoint, or one of its files is damaged.
     """
-    step = open_run(path, check=False)
-    total = sum(entry["bytes"] for entry in step.meta["files"].values())
+    checkpoint = open_checkpoint(path, check=False)
+    total = sum(entry["bytes"] for entry in checkpoint.meta["files"].values())
     with Progress("check the checkpoint", total) as progress:
-        verify(step.folder, progress.advance)
-    return step
+        verify(checkpoint.folder, progress.advance)
+    return checkpoint
 
 
 def export(
-    step: Step,
+    checkpoint: Checkpoint,
     out: Path,
     *,
     precision: Literal["fp32", "bf16", "fp16"] | str = "fp32",
@@ -98,27 +98,29 @@ def export(
         CheckpointError: `out` holds something else or a damaged export, the parity check fails,
             or the disk is full.
     """
-    export_spec = _export_spec(step, precision, format, with_code)
-    level = _parity_level(parity, step, export_spec)
-    source = tokenizer and step.tokenizer() is not None
+    export_spec = _export_spec(checkpoint, precision, format, with_code)
+    level = _parity_level(parity, checkpoint, export_spec)
+    source = tokenizer and checkpoint.tokenizer() is not None
     settings = {"format": export_spec.name, "precision": precision, "tokenizer": source}
-    with Progress("digest of the weights", 4 * num_parameters(step.config.model)) as progress:
-        digest = step.weights_digest(progress.advance)
-    identity = {"checkpoint": {"step": step.step, "weights": digest}, "settings": settings}
+    with Progress("digest of the weights", 4 * num_parameters(checkpoint.config.model)) as progress:
+        digest = checkpoint.weights_digest(progress.advance)
+    identity = {"checkpoint": {"step": checkpoint.step, "weights": digest}, "settings": settings}
     existing = _existing(out, identity)
     if existing is not None:
         _verify_existing(out)
-        console.info(f"export {out}: already exported from step {step.step:,}")
+        console.info(f"export {out}: already exported from step {checkpoint.step:,}")
         return existing
     with atomic_directory(out) as folder:
-        manifest = _write(step, export_spec, folder, out, identity, shard_bytes, level)
+        manifest = _write(checkpoint, export_spec, folder, out, identity, shard_bytes, level)
     console.info(
         f"export {out}: {export_spec.class_name}, {precision}; {parity_summary(manifest['parity'])}"
     )
     return manifest
 
 
-def _export_spec(step: Step, precision: str, format: str | None, with_code: bool) -> ExportSpec:
+def _export_spec(
+    checkpoint: Checkpoint, precision: str, format: str | None, with_code: bool
+) -> ExportSpec:
     problems = []
     for key, value, choices in (
         ("precision", precision, DTYPES),
@@ -133,22 +135,22 @@ def _export_spec(step: Step, precision: str, format: str | None, with_code: bool
     if problems:
         raise ConfigError(*problems)
     if with_code:
-        check_code(step.config.model)
+        check_code(checkpoint.config.model)
         return CUSTOM_CODE
-    export_spec = EXPORT_SPECS[format or step.config.model.architecture]
-    check_model(step.config.model, export_spec)
+    export_spec = EXPORT_SPECS[format or checkpoint.config.model.architecture]
+    check_model(checkpoint.config.model, export_spec)
     return export_spec
 
 
 def _parity_level(
-    parity: ParityLevel | str | None, step: Step, export_spec: ExportSpec
+    parity: ParityLevel | str | None, checkpoint: Checkpoint, export_spec: ExportSpec
 ) -> ParityLevel:
     """The requested parity level, or the most thorough one that memory allows.
 
     Raises:
         ConfigError: there is no such level, or it does not apply to custom code.
     """
-    level = choose_parity(parity, step.config.model)
+    level = choose_parity(parity, checkpoint.config.model)
     if export_spec is CUSTOM_CODE and level == "blockwise":
         if parity is not None:
             rule = "needs a transformers class, and this is our own modeling file"
@@ -190,7 +192,7 @@ def _verify_existing(out: Path) -> None:
 
 
 def _write(
-    step: Step,
+    checkpoint: Checkpoint,
     export_spec: ExportSpec,
     folder: Path,
     out: Path,
@@ -200,11 +202,11 @@ def _write(
 ) -> dict[str, Any]:
     """Write the folder, check parity, and return the manifest."""
     dtype = DTYPES[identity["settings"]["precision"]]
-    model, length = step.config.model, step.config.train.sequence_length
-    tokenizer = step.tokenizer() if identity["settings"]["tokenizer"] else None
+    model, length = checkpoint.config.model, checkpoint.config.train.sequence_length
+    tokenizer = checkpoint.tokenizer() if identity["settings"]["tokenizer"] else None
     max_length = max(SMALLEST_MAX_LENGTH, 64 * length)
     name = str(dtype).removeprefix("torch.")
-    preserved = dict(step.meta.get("imported", {}).get("config", {}))
+    preserved = dict(checkpoint.meta.get("imported", {}).get("config", {}))
     max_length = preserved.get("max_seq_len", max_length)
     ids = TokenIds(preserved.get("eos_token_id"), preserved.get("pad_token_id"))
     if tokenizer is not None:
@@ -217,16 +219,16 @@ def _write(
     write_json(folder / "generation_config.json", _generation_config(ids))
     meta = unset_weights(model)
     shapes = {name: tuple(tensor.shape) for name, tensor in export_spec.tensors(model, meta)}
-    with step.reader() as reader:
+    with checkpoint.reader() as reader:
         weights = StepWeights(reader, dtype)
         with weights.progress("write"):
             write_shards(folder, shapes, export_spec.tensors(model, weights), dtype, shard_bytes)
-        parity = _check_parity(step, export_spec, folder, out, weights, level)
+        parity = _check_parity(checkpoint, export_spec, folder, out, weights, level)
     if tokenizer is not None:
-        parity["tokenizer"] = check_tokenizer_parity(step, tokenizer, folder, out, ids)
+        parity["tokenizer"] = check_tokenizer_parity(checkpoint, tokenizer, folder, out, ids)
     manifest = {
         **identity,
-        "run": step.run_folder.name,
+        "run": checkpoint.run_folder.name,
         "num_parameters": sum(tensor.numel() for tensor in meta.values()),
         "max_length": max_length,
         "training_length": length,
@@ -236,31 +238,31 @@ def _write(
                                                       "tokenizers", "safetensors")},
         "files": file_digests(folder),
     }  # fmt: skip
-    write_text(folder / "README.md", model_card(step, manifest, export_spec))
+    write_text(folder / "README.md", model_card(checkpoint, manifest, export_spec))
     write_json(folder / EXPORT_MANIFEST, manifest)
     return manifest
 
 
 def _check_parity(
-    step: Step,
+    checkpoint: Checkpoint,
     export_spec: ExportSpec,
     folder: Path,
     out: Path,
     weights: StepWeights,
     level: ParityLevel,
 ) -> dict[str, Any]:
-    model = step.config.model
+    model = checkpoint.config.model
     if export_spec is CUSTOM_CODE:
         write_code(folder)
-        length = min(step.config.train.sequence_length, model.max_positions or sys.maxsize)
+        length = min(checkpoint.config.train.sequence_length, model.max_positions or sys.maxsize)
         longest = min(max(MULTIPLES) * length, model.max_positions or sys.maxsize)
-        texts = sample_tokens(step, longest, model)
+        texts = sample_tokens(checkpoint, longest, model)
         return check_code_parity(folder, model, weights, level, texts, length, out)
     import_spec = replace(IMPORT_SPECS[export_spec.name], export_spec=export_spec)
     config = reference_config(folder, read_json(folder, "config.json"), import_spec)
     with WeightsReader(folder, import_spec.prefix) as source:
         pair = ModelPair(folder, source, import_spec, config, model, weights)
-        return check_export_parity(step, pair, level, out)
+        return check_export_parity(checkpoint, pair, level, out)
 
 
 def _tokenizer_ids(tokenizer: Tokenizer, imported: TokenIds) -> TokenIds:

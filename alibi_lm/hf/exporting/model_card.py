@@ -11,14 +11,14 @@ from typing import Any
 
 import jinja2
 
-from alibi_lm.checkpoint.step import Step
+from alibi_lm.checkpoint.step import Checkpoint
 from alibi_lm.data.manifest import manifest_for
 from alibi_lm.hf.specs.base import ExportSpec
 
 TEMPLATE = "card.md"
 
 
-def model_card(step: Step, manifest: Mapping[str, Any], export_spec: ExportSpec) -> str:
+def model_card(checkpoint: Checkpoint, manifest: Mapping[str, Any], export_spec: ExportSpec) -> str:
     """The card as Markdown with a YAML header.
 
     Args:
@@ -33,18 +33,18 @@ def model_card(step: Step, manifest: Mapping[str, Any], export_spec: ExportSpec)
     )  # fmt: skip
     environment.filters["percent"] = _percent
     return environment.from_string(source).render(
-        name=step.run_folder.name,
-        step=step,
-        model=step.config.model,
-        train=step.config.train,
+        name=checkpoint.run_folder.name,
+        checkpoint=checkpoint,
+        model=checkpoint.config.model,
+        train=checkpoint.config.train,
         export_spec=export_spec,
         manifest=manifest,
-        tokens=step.meta.get("tokens"),
-        data=_data(step),
-        loss=_last_line(step, "metrics.jsonl", "loss"),
-        validation=_last_line(step, "validation.jsonl", "losses"),
-        perplexity=_result(step, "perplexity"),
-        needle=_result(step, "needle"),
+        tokens=checkpoint.meta.get("tokens"),
+        data=_data(checkpoint),
+        loss=_last_line(checkpoint, "metrics.jsonl", "loss"),
+        validation=_last_line(checkpoint, "validation.jsonl", "losses"),
+        perplexity=_result(checkpoint, "perplexity"),
+        needle=_result(checkpoint, "needle"),
         exp=math.exp,
     )
 
@@ -55,10 +55,10 @@ def _percent(score: Mapping[str, Any]) -> str:
     return f"{score['rate']:.0%} ({low:.0%} to {high:.0%})"
 
 
-def _data(step: Step) -> list[dict[str, Any]]:
+def _data(checkpoint: Checkpoint) -> list[dict[str, Any]]:
     """Name, tokens and share of each training corpus, without local paths."""
-    corpora = step.config.data.corpora
-    recorded = (step.meta.get("data") or {}).get("corpora") or [{}] * len(corpora)
+    corpora = checkpoint.config.data.corpora
+    recorded = (checkpoint.meta.get("data") or {}).get("corpora") or [{}] * len(corpora)
     weights = sum(corpus.weight for corpus in corpora)
     rows = []
     for corpus, entry in zip(corpora, recorded, strict=True):
@@ -81,21 +81,21 @@ def _source(prefix: str) -> str | None:
     return None
 
 
-def _last_line(step: Step, name: str, key: str) -> dict[str, Any] | None:
+def _last_line(checkpoint: Checkpoint, name: str, key: str) -> dict[str, Any] | None:
     """The last line of a run's log, up to this step, that has `key`."""
-    path = step.run_folder / name
+    path = checkpoint.run_folder / name
     last = None
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
         try:
             row = json.loads(line)
         except json.JSONDecodeError:  # the cut-off last line of a killed run
             continue
-        if row.get("step", 0) <= step.step and row.get(key) is not None:
+        if row.get("step", 0) <= checkpoint.step and row.get(key) is not None:
             last = row
     return last
 
 
-def _result(step: Step, name: str) -> dict[str, Any] | None:
+def _result(checkpoint: Checkpoint, name: str) -> dict[str, Any] | None:
     """A stored eval result, or None if that eval has not run."""
-    path = step.evals_folder / f"{name}.json"
+    path = checkpoint.evals_folder / f"{name}.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None

@@ -23,7 +23,7 @@ from alibi_lm.checkpoint.folder import (
 )
 from alibi_lm.checkpoint.fragments import PARAM, fragment_key
 from alibi_lm.checkpoint.safetensors_io import write_stream
-from alibi_lm.checkpoint.step import open_run
+from alibi_lm.checkpoint.step import open_checkpoint
 from alibi_lm.config import Config
 from alibi_lm.config_loading import apply_overrides, build, to_dict, to_yaml
 from alibi_lm.data.special_tokens import DECLARING_FILES
@@ -115,7 +115,7 @@ def import_folder(
         _write_step(step, source, import_spec, config, names, run_tokenizer, imported, shard_bytes)
         write_text(step.parent / LATEST, step.name + "\n")
         write_text(partial / CONFIG, to_yaml(config))
-        written = open_run(partial)
+        written = open_checkpoint(partial)
         with written.reader() as reader:
             weights = StepWeights(reader)
             pair = ModelPair(folder, source, import_spec, hf_config, config.model, weights)

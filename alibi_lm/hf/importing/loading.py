@@ -134,7 +134,7 @@ class ImportedFolder:
         model: ModelConfig | None = None,
         tp: ParallelDim = NO_PARALLEL,
     ) -> Decoder:
-        """As `Step.decoder`."""
+        """As `Checkpoint.decoder`."""
         with WeightsReader(self.folder, self._import_spec.prefix) as source:
             return filled_decoder(model or self.config.model, _Canonical(self, source), dtype, tp)
 

@@ -11,7 +11,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from alibi_lm.checkpoint.step import Step
+from alibi_lm.checkpoint.step import Checkpoint
 from alibi_lm.data.indexed import TokenFile
 from alibi_lm.data.special_tokens import CONFIG, read_special_tokens
 from alibi_lm.data.tokenizer import Tokenizer
@@ -164,7 +164,7 @@ def check_parity(
 
 
 def check_export_parity(
-    step: Step, pair: ModelPair, parity: ParityLevel, name: Path
+    checkpoint: Checkpoint, pair: ModelPair, parity: ParityLevel, name: Path
 ) -> dict[str, Any]:
     """Compare an exported folder's model with the run's, and return the numbers.
 
@@ -178,19 +178,19 @@ def check_export_parity(
         CheckpointError: anything differs.
     """
     longest = pair.import_spec.longest(pair.config)
-    length = step.config.train.sequence_length
+    length = checkpoint.config.train.sequence_length
     length = length if longest is None else min(length, longest)
     wanted = max(MULTIPLES) * length
     try:
         with quiet():
-            tokens = sample_tokens(step, min(wanted, longest or wanted), pair.model)
+            tokens = sample_tokens(checkpoint, min(wanted, longest or wanted), pair.model)
             return check_parity(pair, parity, tokens, length)
     except Mismatch as mismatch:
         raise CheckpointError(Problem(str(name), None, mismatch.rule, mismatch.fix)) from None
 
 
 def check_tokenizer_parity(
-    step: Step, tokenizer: Tokenizer, folder: Path, name: Path, ids: TokenIds
+    checkpoint: Checkpoint, tokenizer: Tokenizer, folder: Path, name: Path, ids: TokenIds
 ) -> dict[str, int | str]:
     """Compare the folder's tokenizer with the run's on validation text, and return the numbers.
 
@@ -211,7 +211,7 @@ def check_tokenizer_parity(
             stated = ids.eos if isinstance(ids.eos, list) else [ids.eos]
             if set(stated) != set(tokenizer.stop_ids):
                 raise Mismatch(f"config.json ends texts at {stated}, not {tokenizer.stop_ids}")
-            return _compare_tokenizers(tokenizer, loaded, validation_texts(step, tokenizer))
+            return _compare_tokenizers(tokenizer, loaded, validation_texts(checkpoint, tokenizer))
     except Mismatch as mismatch:
         raise CheckpointError(Problem(str(name), None, mismatch.rule, mismatch.fix)) from None
 
@@ -247,9 +247,9 @@ def parity_summary(parity: Mapping[str, Any]) -> str:
     return f"logits within {' and '.join(rows)}{how}{more}"
 
 
-def sample_tokens(step: Step, length: int, model: ModelConfig) -> tuple[Tensor, str]:
+def sample_tokens(checkpoint: Checkpoint, length: int, model: ModelConfig) -> tuple[Tensor, str]:
     """[1, length] tokens of validation text, else seeded random ones, and a description."""
-    for prefix in step.config.data.validation:
+    for prefix in checkpoint.config.data.validation:
         try:
             file = TokenFile(prefix)
         except DataError:  # a run may be exported on a machine without its corpora
@@ -269,10 +269,10 @@ def random_tokens(length: int, model: ModelConfig) -> tuple[Tensor, str]:
     return torch.randint(model.vocab_size, (1, length), generator=generator), "random tokens"
 
 
-def validation_texts(step: Step, tokenizer: Tokenizer) -> Iterator[str]:
+def validation_texts(checkpoint: Checkpoint, tokenizer: Tokenizer) -> Iterator[str]:
     """Validation documents as text, `TEXT_CHARS` characters at most."""
     total = 0
-    for prefix in step.config.data.validation:
+    for prefix in checkpoint.config.data.validation:
         try:
             file = TokenFile(prefix)
         except DataError:

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from launching import VOCAB_SIZE, alibi_lm, write_corpus
 
-from alibi_lm.checkpoint.step import open_run
+from alibi_lm.checkpoint.step import open_checkpoint
 
 
 def suite(folder: Path) -> Path:
@@ -50,11 +50,11 @@ def test_a_suite_is_trained_judged_and_gone_on_with(tmp_path: Path) -> None:
     verdicts_alone = [line.split("  ")[0] for line in first.splitlines() if "  " in line]
     assert verdicts_alone.count("confirmed") == 1  # of the shift: no seed changes it
     assert verdicts_alone.count("refuted") == 0
-    digest = open_run(tmp_path / "runs" / "text" / "alibi" / "seed_0").digest
+    digest = open_checkpoint(tmp_path / "runs" / "text" / "alibi" / "seed_0").digest
     done = claims(path, "--jobs=2").stdout
     assert "claims: 2 of 4 runs are trained already" in done
     assert done.count("claims: trained") == 2
-    assert open_run(tmp_path / "runs" / "text" / "alibi" / "seed_0").digest == digest
+    assert open_checkpoint(tmp_path / "runs" / "text" / "alibi" / "seed_0").digest == digest
     assert "claims: trained" not in claims(path, "--no-train").stdout
 
     found = json.loads((tmp_path / "results" / "claims.json").read_text())

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from launching import VOCAB_SIZE, launch, write_config
 from transformers import AutoModelForCausalLM
 
-from alibi_lm.checkpoint.step import open_run
+from alibi_lm.checkpoint.step import open_checkpoint
 from alibi_lm.cli.main import main
 from alibi_lm.config_loading import to_yaml
 from alibi_lm.hf.exporting.exporter import export
@@ -46,7 +46,7 @@ def test_the_same_weights_give_the_same_folder(tmp_path: Path) -> None:
                "train.learning_rate=1e-30", "model.architecture=bloom", "model.num_heads=12",
                "model.hidden_size=96", "model.tied_embeddings=false",
                f"model.vocab_size={vocab_size}", *layout, ranks=ranks)  # fmt: skip
-        export(open_run(run), run / "out", shard_bytes=150_000)
+        export(open_checkpoint(run), run / "out", shard_bytes=150_000)
         folders.append({path.name: path.read_bytes() for path in (run / "out").iterdir()})
     assert folders[0] == folders[1] == folders[2]
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "one/run/out").state_dict()
@@ -77,9 +77,9 @@ def test_layouts_agree_with_each_other_and_with_the_stock_class(
     for name, (ranks, layout) in LAYOUTS.items():
         run = tmp_path / name
         launch(config, f"run.dir={run}", *layout, ranks=ranks)
-        step = open_run(run)
-        export(step, run / "out")
-        loaded, decoder = AutoModelForCausalLM.from_pretrained(run / "out"), step.decoder()
+        checkpoint = open_checkpoint(run)
+        export(checkpoint, run / "out")
+        loaded, decoder = AutoModelForCausalLM.from_pretrained(run / "out"), checkpoint.decoder()
         with torch.no_grad():
             for length in (64, 256):
                 theirs = loaded(tokens[:, :length]).logits

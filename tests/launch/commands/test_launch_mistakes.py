@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from launching import environment, error_lines, launch, launch_by_deepspeed, metrics, write_config
 
-from alibi_lm.checkpoint.step import open_run
+from alibi_lm.checkpoint.step import open_checkpoint
 from alibi_lm.utils.errors import CheckpointError
 from alibi_lm.utils.locking import exclusive_lock
 
@@ -102,7 +102,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
     assert "samples 8 to 15" in line or "samples 16 to 23" in line
     assert "last good checkpoint" in line
     assert "Traceback" not in done.stderr
-    assert open_run(tmp_path / "run").step == 2
+    assert open_checkpoint(tmp_path / "run").step == 2
 
 
 @pytest.fixture
@@ -125,12 +125,12 @@ def test_a_full_disk_is_one_line_and_harms_no_earlier_checkpoint(
     done = launch(config, f"run.dir={run}", "train.checkpoint_interval=1", code=2)
     (line,) = error_lines(done)
     assert "make room" in line
-    good = open_run(run)
+    good = open_checkpoint(run)
     assert good.step >= 1
     assert not list((run / "checkpoints").glob(".partial*"))
     done = launch(config, f"run.dir={run}", "train.keep_last=1", "train.num_steps=3", code=2)
     assert "make room" in error_lines(done)[0]
-    assert open_run(run).step == good.step
+    assert open_checkpoint(run).step == good.step
     assert [line["step"] for line in metrics(run)][: good.step] == list(range(1, good.step + 1))
 
 

@@ -17,7 +17,7 @@ import pytest
 from launching import REPOSITORY, environment, metrics, write_config
 from ports import unused_port
 
-from alibi_lm.checkpoint.step import open_run
+from alibi_lm.checkpoint.step import open_checkpoint
 from alibi_lm.config_loading import apply_overrides, load_yaml, to_yaml
 
 OWN_TESTS = {"python", "extending", "configuration"}
@@ -172,7 +172,7 @@ def test_the_pages_commands_run_in_order(checkout: Path) -> None:
     assert "\ndef read(path):" in output
     assert re.search(r"^step_00000004  step 4 .*2 ranks, tp 1, pp 1, ZeRO 1", output, re.MULTILINE)
     assert re.search(r"^step_00000004  good", output, re.MULTILINE)
-    longer = open_run(checkout / "runs/demo-1k")
+    longer = open_checkpoint(checkout / "runs/demo-1k")
     assert (longer.step, longer.config.train.sequence_length) == (2, 128)
     (snippet,) = set(blocks("python"))
     assert "def read(path):" in run([sys.executable, "-c", smaller(snippet)], checkout)
@@ -181,7 +181,7 @@ def test_the_pages_commands_run_in_order(checkout: Path) -> None:
     (own / "prepared").symlink_to(prepared.parent)
     assert ELSEWHERE in commands()
     run(["bash", "-c", smaller(ELSEWHERE)], own)
-    assert open_run(own / "runs/demo").step == 4
+    assert open_checkpoint(own / "runs/demo").step == 4
 
 
 SCONTROL = """#!/bin/bash
@@ -218,5 +218,5 @@ def test_the_slurm_script_makes_one_run_of_all_hosts(tmp_path: Path, checkout: P
     output = run(script, checkout, **variables)
     assert "2 ranks, ZeRO stage 1" in output
     assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2]
-    assert open_run(tmp_path / "run").meta["layout"]["world_size"] == 2
+    assert open_checkpoint(tmp_path / "run").meta["layout"]["world_size"] == 2
     assert not list((checkout / "runs").glob(".hostfile*"))

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from launching import error_lines, launch, metrics, write_config
 
-from alibi_lm.checkpoint.step import open_run
+from alibi_lm.checkpoint.step import open_checkpoint
 
 SCALING = "model.scaling={kind: ntk, factor: 2.0}"
 
@@ -29,7 +29,7 @@ def test_learned_slopes_change_their_layout_and_scaling_goes_on_from_weights(
     assert [line["loss"] for line in found] == pytest.approx(
         [line["loss"] for line in expected], abs=1e-5
     )
-    weights, others = open_run(whole).weights(), open_run(halves).weights()
+    weights, others = open_checkpoint(whole).weights(), open_checkpoint(halves).weights()
     names = [name for name in weights if name.endswith("log_slope_ratio")]
     assert len(names) == 2
     for name in names:
@@ -39,9 +39,9 @@ def test_learned_slopes_change_their_layout_and_scaling_goes_on_from_weights(
     # A scaled model goes on from the weights of an unscaled one, but is not the same run.
     new = (f"train.init_from={whole}", f"run.dir={longer}", "train.sequence_length=128", SCALING)
     launch(config, *new, "train.num_steps=1", ranks=0)
-    step = open_run(longer)
-    assert step.config.model.scaling is not None
-    assert step.config.model.scaling.factor == 2
+    checkpoint = open_checkpoint(longer)
+    assert checkpoint.config.model.scaling is not None
+    assert checkpoint.config.model.scaling.factor == 2
     assert metrics(longer)[0]["loss"] < expected[0]["loss"] - 0.05
     refused = error_lines(launch(config, f"run.dir={whole}", SCALING, ranks=0, code=2))[0]
     assert "model.scaling.kind = ntk: was None when the run began" in refused

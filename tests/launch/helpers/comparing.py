@@ -8,12 +8,12 @@ from pathlib import Path
 import torch
 from launching import metrics
 
-from alibi_lm.checkpoint.step import open_run
+from alibi_lm.checkpoint.step import open_checkpoint
 
 
 def assert_same_states(one: Path, other: Path, tolerance: float) -> None:
     """Weights and both moments of the newest steps; tolerance 0 asks for equal bits."""
-    first, second = open_run(one), open_run(other)
+    first, second = open_checkpoint(one), open_checkpoint(other)
     assert first.step == second.step
     with first.reader() as a, second.reader() as b:
         assert a.shapes == b.shapes

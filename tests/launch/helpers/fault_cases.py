@@ -23,7 +23,7 @@ from comparing import assert_same_states, curve
 from launching import write_config
 
 from alibi_lm.checkpoint.folder import LATEST, step_folders, verify
-from alibi_lm.checkpoint.step import open_run
+from alibi_lm.checkpoint.step import open_checkpoint
 from alibi_lm.data.config import TokenizerConfig
 from alibi_lm.data.preparation.tokenizer_training import train_tokenizer
 from alibi_lm.train import entry
@@ -214,7 +214,7 @@ def full_disk(
     assert not list((run / "checkpoints").glob(".partial*")), output
     for folder in step_folders(run):
         verify(folder)
-    newest = open_run(run).folder.name
+    newest = open_checkpoint(run).folder.name
     code, output = start(run)
     if newest == f"step_{NUM_STEPS:08d}":
         # Only the writing of `latest` has failed, which nothing depends on.

@@ -10,7 +10,7 @@ from comparing import curve, reaches
 from launching import PRETRAIN, environment, launch, run_until, write_config
 from ports import unused_port
 
-from alibi_lm.checkpoint.step import open_run
+from alibi_lm.checkpoint.step import open_checkpoint
 from alibi_lm.utils.errors import EXIT_STOPPED
 
 needs_openmpi = pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs Open MPI's mpirun")
@@ -37,8 +37,8 @@ def test_two_ranks_train_and_stop_under_mpirun(tmp_path: Path) -> None:
     assert "2 ranks, ZeRO stage 1" in output
     assert code == EXIT_STOPPED, output
     assert not (run / "STOP").exists()
-    step = open_run(run)
-    assert step.meta["layout"]["world_size"] == 2
+    checkpoint = open_checkpoint(run)
+    assert checkpoint.meta["layout"]["world_size"] == 2
     plain = tmp_path / "plain"
-    launch(config, f"run.dir={plain}", f"train.num_steps={step.step}")
+    launch(config, f"run.dir={plain}", f"train.num_steps={checkpoint.step}")
     assert curve(run) == curve(plain)

@@ -17,7 +17,7 @@ from comparing import curve, reaches
 from launching import PRETRAIN, REPOSITORY, command, environment, launch, write_config
 from ports import unused_port
 
-from alibi_lm.checkpoint.step import open_run
+from alibi_lm.checkpoint.step import open_checkpoint
 from alibi_lm.utils.errors import EXIT_STOPPED
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel")
@@ -158,10 +158,10 @@ def test_the_batch_script_stops_on_slurms_signal_and_goes_on(
     assert "User defined signal" not in text
     # 143: Slurm ends the other host's launcher when the first one has left, all ranks having saved.
     assert fact("ExitCode", job, slurm) in (f"{EXIT_STOPPED}:0", "143:0")
-    step = open_run(run)
-    assert step.step == curve(run)[-1][0]
-    assert step.meta["layout"]["world_size"] == 2
-    last = f"train.num_steps={step.step + 2}"
+    checkpoint = open_checkpoint(run)
+    assert checkpoint.step == curve(run)[-1][0]
+    assert checkpoint.meta["layout"]["world_size"] == 2
+    last = f"train.num_steps={checkpoint.step + 2}"
     again = submit(tmp_path, slurm, str(config), last)
     wait_for(lambda: state(again, slurm) == "COMPLETED", "the second job's end")
     plain = tmp_path / "plain"

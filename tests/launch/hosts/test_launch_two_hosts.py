@@ -17,7 +17,7 @@ from ports import unused_port
 from two_hosts import Host, TwoHosts, missing, two_hosts, wait_for
 
 from alibi_lm.checkpoint.folder import verify
-from alibi_lm.checkpoint.step import open_run
+from alibi_lm.checkpoint.step import open_checkpoint
 from alibi_lm.utils.errors import EXIT_STOPPED
 
 SILENCE = 10
@@ -112,7 +112,7 @@ def test_a_run_over_two_hosts_is_stopped_loses_a_host_and_goes_on_alone(
     wait_for("the ranks' end", lambda: not ranks(first) and not ranks(second))
     codes = {path.name: path.read_text() for path in tmp_path.glob("exit_*")}
     assert codes == {f"exit_{rank}": str(EXIT_STOPPED) for rank in range(4)}
-    stopped = open_run(run)
+    stopped = open_checkpoint(run)
     assert 3 <= stopped.step < NUM_STEPS, job.read()
     assert stopped.meta["layout"] | {"dp": 2, "tp": 2, "world_size": 4} == stopped.meta["layout"]
     assert len(stopped.meta["shards"]) == 4
@@ -148,7 +148,7 @@ def test_a_run_over_two_hosts_is_stopped_loses_a_host_and_goes_on_alone(
     job = Job(first, tmp_path, [first], str(config), *LAYOUT, f"train.num_steps={end}")
     assert job.wait() == 0, job.read()
     assert f"from step_{stopped.step + 2:08d}" in job.read()
-    finished = open_run(run)
+    finished = open_checkpoint(run)
     assert (finished.step, finished.meta["layout"]["world_size"]) == (end, 2)
     (tmp_path / "plain").mkdir()
     launch(write_config(tmp_path / "plain", num_steps=end, **settings), ranks=0)
@@ -172,11 +172,11 @@ def test_without_rank_0s_host_the_other_goes_on(pair: TwoHosts, tmp_path: Path) 
     log = (run / "train.log").read_text()
     assert log.count("rank 0 on host-a: sent no heartbeat") == 1
     assert log.count("ranks 2 and 3 on host-b (all of that host): sent no heartbeat") == 1
-    saved = open_run(run).step
+    saved = open_checkpoint(run).step
     job = Job(second, tmp_path, [second], str(config), *LAYOUT, f"train.num_steps={saved + 3}")
     assert job.wait() == 0, job.read()
     assert f"from step_{saved:08d}" in job.read()
-    assert open_run(run).step == saved + 3
+    assert open_checkpoint(run).step == saved + 3
 
 
 def examine(pair: TwoHosts, folder: Path, *arguments: str) -> tuple[int, str]:

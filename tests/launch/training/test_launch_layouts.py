@@ -10,7 +10,7 @@ import yaml
 from launching import VOCAB_SIZE, error_lines, launch, metrics, write_config
 
 from alibi_lm.checkpoint.fragments import KINDS
-from alibi_lm.checkpoint.step import Step, open_run
+from alibi_lm.checkpoint.step import Checkpoint, open_checkpoint
 from alibi_lm.parallel.layout import Layout
 
 # Steps done by then, ranks (0: plain python), tensor-parallel ranks, stages, ZeRO stage.
@@ -34,8 +34,8 @@ def config(folder: Path) -> Path:
     return path
 
 
-def states(step: Step) -> dict[str, torch.Tensor]:
-    with step.reader() as reader:
+def states(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    with checkpoint.reader() as reader:
         return {f"{kind} {name}": t for kind in KINDS for name, t in reader.tensors(kind)}
 
 
@@ -64,7 +64,8 @@ def test_a_run_goes_on_in_any_layout(tmp_path: Path) -> None:
 
     for steps, ranks, tp, pp, _ in CHAIN:
         step, other = (
-            open_run(path.parent / f"run/checkpoints/step_{steps:08d}") for path in (parts, whole)
+            open_checkpoint(path.parent / f"run/checkpoints/step_{steps:08d}")
+            for path in (parts, whole)
         )
         layout = Layout(max(1, ranks // (tp * pp)), tp, pp)
         assert layout == Layout(*(step.meta["layout"][name] for name in ("dp", "tp", "pp")))

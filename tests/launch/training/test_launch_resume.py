@@ -10,7 +10,7 @@ from comparing import assert_same_states, curve
 from launching import error_lines, launch, metrics, write_config
 
 from alibi_lm.checkpoint.folder import step_folders
-from alibi_lm.checkpoint.step import open_run
+from alibi_lm.checkpoint.step import open_checkpoint
 
 
 def test_layout_changes_on_resume_and_the_run_says_when_it_is_done(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_a_damaged_newest_step_is_named_and_left_and_an_older_one_used(tmp_path:
     assert [line["step"] for line in metrics(run)] == [1, 2, 3, 4, 5, 6]
     kept = run / "checkpoints/damaged_step_00000004_1/shard_00000.safetensors"
     assert kept.read_bytes() == data[:-100]
-    assert open_run(run).step == 6
+    assert open_checkpoint(run).step == 6
 
     for folder in step_folders(run):
         flipped = folder / "shard_00000.safetensors"
@@ -97,7 +97,7 @@ def test_init_from_takes_the_weights_and_not_the_moments(tmp_path: Path) -> None
     done = launch(config, "train.num_steps=1", ranks=2)
     assert "with the weights of" in done.stdout
     assert metrics(second / "run")[0]["loss"] < metrics(first / "run")[0]["loss"] - 0.05
-    assert open_run(second / "run").meta["optimizer_updates"] == 1
+    assert open_checkpoint(second / "run").meta["optimizer_updates"] == 1
     other = launch(config, "model.num_layers=3", "run.dir=" + str(tmp_path / "c"), ranks=0, code=2)
     assert "model.num_layers = 3: is 2 in" in error_lines(other)[0]
     assert not (tmp_path / "c").exists()
@@ -107,15 +107,17 @@ def test_a_step_folder_stands_alone(tmp_path: Path) -> None:
     launch(write_config(tmp_path), ranks=0)
     moved = tmp_path / "elsewhere"
     shutil.copytree(tmp_path / "run/checkpoints/step_00000010", moved)
-    step = open_run(moved)
-    assert step.step == 10
+    checkpoint = open_checkpoint(moved)
+    assert checkpoint.step == 10
     assert json.loads((moved / "meta.json").read_text())["step"] == 10
     tokens = torch.arange(4, 20)[None]
-    assert torch.equal(step.decoder()(tokens), open_run(tmp_path / "run").decoder()(tokens))
+    assert torch.equal(
+        checkpoint.decoder()(tokens), open_checkpoint(tmp_path / "run").decoder()(tokens)
+    )
 
 
 def test_a_time_limit_saves_and_stops(tmp_path: Path) -> None:
     config = write_config(tmp_path, num_steps=100000, checkpoint_interval=100000, max_minutes=0.05)
     done = launch(config, ranks=0, code=4)
     assert "stopped by train.max_minutes" in done.stdout
-    assert 1 <= open_run(tmp_path / "run").step < 100000
+    assert 1 <= open_checkpoint(tmp_path / "run").step < 100000

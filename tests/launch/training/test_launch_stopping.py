@@ -11,7 +11,7 @@ from comparing import assert_same_states, curve, reaches
 from launching import RECORDING, launch, launch_and, launcher_of, write_config
 
 from alibi_lm.checkpoint.folder import verify
-from alibi_lm.checkpoint.step import open_run
+from alibi_lm.checkpoint.step import open_checkpoint
 from alibi_lm.utils.errors import EXIT_STOPPED
 
 RANKS = 4
@@ -69,13 +69,13 @@ def stop_by_each_way_in_turn(folder: Path, seed: int, forked: Sequence[str]) -> 
         assert code == WAYS[way], output
         assert exit_codes(folder) == [EXIT_STOPPED] * RANKS, output
         assert output.count("stopped by") == 1, output
-        step = open_run(run)
-        assert verify(step.folder)["step"] == step.step == curve(run)[-1][0] > done
-        assert f"after step {step.step:,};" in output
-        assert (step.meta["layout"]["dp"], step.meta["layout"]["tp"]) == (2, 2)
+        checkpoint = open_checkpoint(run)
+        assert verify(checkpoint.folder)["step"] == checkpoint.step == curve(run)[-1][0] > done
+        assert f"after step {checkpoint.step:,};" in output
+        assert (checkpoint.meta["layout"]["dp"], checkpoint.meta["layout"]["tp"]) == (2, 2)
         assert not (run / "STOP").exists()
         assert not list((run / "checkpoints").glob(".partial*"))
-        done = step.step
+        done = checkpoint.step
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_four_ranks_asked_in_any_way_save_together_and_go_on_in_the_same_bits(
     for folder in (plain, stopped):
         folder.mkdir()
     stop_by_each_way_in_turn(stopped, seed, forked)
-    last = f"train.num_steps={open_run(stopped / 'run').step}"
+    last = f"train.num_steps={open_checkpoint(stopped / 'run').step}"
     launch(write_config(plain, checkpoint_interval=5000), LAYOUT, last, ranks=RANKS)
     assert curve(stopped / "run") == curve(plain / "run")
     assert_same_states(plain / "run", stopped / "run", tolerance=0)

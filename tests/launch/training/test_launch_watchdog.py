@@ -23,7 +23,7 @@ from launching import (
     write_config,
 )
 
-from alibi_lm.checkpoint.step import open_run
+from alibi_lm.checkpoint.step import open_checkpoint
 from alibi_lm.utils.errors import EXIT_LOST
 
 HOST = socket.gethostname()
@@ -119,7 +119,7 @@ def test_a_killed_a_stopped_and_a_stuck_rank_each_end_the_job_with_one_line(
     assert re.search(r"while the job was at step \d+;", line)
     assert "Traceback" not in output
 
-    before = open_run(run).step
+    before = open_checkpoint(run).step
     code, output = launch_faulty(
         tmp_path, config, "time.sleep(1000)", "train.hang_timeout_minutes=0.1", "train.keep_last=99"
     )
@@ -131,7 +131,7 @@ def test_a_killed_a_stopped_and_a_stuck_rank_each_end_the_job_with_one_line(
 
     end = before + 5
     done = launch(config, f"train.num_steps={end}")
-    assert open_run(run).step == end
+    assert open_checkpoint(run).step == end
     assert "resume" in done.stdout
     assert [entry["step"] for entry in metrics(run)] == list(range(1, end + 1))
 

@@ -97,7 +97,7 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
 
 def test_a_run_without_a_corpus_needs_one(monkeypatch: pytest.MonkeyPatch) -> None:
     imported = SimpleNamespace(config=SimpleNamespace(data=SimpleNamespace(corpora=[])))
-    monkeypatch.setattr("alibi_lm.checkpoint.step.open_run", lambda run: imported)
+    monkeypatch.setattr("alibi_lm.checkpoint.step.open_checkpoint", lambda run: imported)
     done = CliRunner().invoke(main, ["bench", "long", "runs/imported"])
     assert done.exit_code == 2
     assert done.output == "error: --corpus: runs/imported names none; give --corpus PREFIX\n"

@@ -99,7 +99,7 @@ class FakeStep:
 
 
 def fake_step(folder: Path, prefixes: Sequence[Path], length: int = 128, **kwargs: Any) -> Any:
-    """A step of a run trained at `length`. Typed Any: it stands for a Step."""
+    """A step of a run trained at `length`. Typed Any: it stands for a Checkpoint."""
     raw = {
         "run": {"dir": str(folder / "run")},
         "model": {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "vocab_size": VOCAB_SIZE},

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from alibi_lm.checkpoint.folder import write_meta
 from alibi_lm.checkpoint.fragments import fragment_key
-from alibi_lm.checkpoint.step import Step, open_run
+from alibi_lm.checkpoint.step import Checkpoint, open_checkpoint
 from alibi_lm.hf.exporting.exporter import export
 from alibi_lm.utils.errors import ConfigError
 from alibi_lm.utils.files import sha256
@@ -57,7 +57,7 @@ TASKS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Step, Path, Path]:
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Checkpoint, Path, Path]:
     """A run, its export, and a folder of tasks with their local data."""
     folder = tmp_path_factory.mktemp("harness")
     step = write_step(folder / "run", {"architecture": "mpt", "num_heads": 12})
@@ -84,17 +84,17 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Step, Path, Path]:
     return step, folder / "exported", tasks
 
 
-def trained(step: Step) -> Step:
+def trained(checkpoint: Checkpoint) -> Checkpoint:
     """The step after a short training, so that what it writes is text.
 
     On bytes that are not UTF-8 the tokenizers differ: one reads each byte alone.
     """
-    tokenizer = step.tokenizer()
+    tokenizer = checkpoint.tokenizer()
     assert tokenizer is not None
     generator = torch.Generator().manual_seed(0)
     order = torch.randint(0, 5, (400,), generator=generator).tolist()
     tokens = torch.tensor(tokenizer.encode("".join(LINES[i] for i in order)))
-    decoder = step.decoder().train()
+    decoder = checkpoint.decoder().train()
     optimizer = torch.optim.Adam(decoder.parameters(), lr=3e-3)
     for _ in range(80):
         starts = torch.randint(0, len(tokens) - 49, (8,), generator=generator)
@@ -102,12 +102,15 @@ def trained(step: Step) -> Step:
         optimizer.zero_grad()
         decoder.losses(batch[:, :-1], batch[:, 1:]).mean().backward()
         optimizer.step()
-    shard = step.folder / "shard_00000.safetensors"
+    shard = checkpoint.folder / "shard_00000.safetensors"
     weights = decoder.state_dict().items()
     save_file({fragment_key(n, "param", 0): w.flatten().clone() for n, w in weights}, shard)
     facts = {"bytes": shard.stat().st_size, "sha256": sha256(shard)}
-    write_meta(step.folder, {**step.meta, "files": {**step.meta["files"], shard.name: facts}})
-    return open_run(step.run_folder)
+    write_meta(
+        checkpoint.folder,
+        {**checkpoint.meta, "files": {**checkpoint.meta["files"], shard.name: facts}},
+    )
+    return open_checkpoint(checkpoint.run_folder)
 
 
 def scores(model: Any, tasks: Path) -> tuple[dict[str, Any], dict[str, list[Any]]]:
@@ -130,7 +133,7 @@ def scores(model: Any, tasks: Path) -> tuple[dict[str, Any], dict[str, list[Any]
 
 
 def test_the_harness_gives_the_same_scores_on_the_export_and_on_the_run(
-    made: tuple[Step, Path, Path],
+    made: tuple[Checkpoint, Path, Path],
 ) -> None:
     step, exported, tasks = made
     theirs = HFLM(
@@ -151,7 +154,7 @@ def test_the_harness_gives_the_same_scores_on_the_export_and_on_the_run(
 
 
 def test_sampling_is_refused_and_the_default_window_is_the_training_length(
-    made: tuple[Step, Path, Path],
+    made: tuple[Checkpoint, Path, Path],
 ) -> None:
     step, _, _ = made
     model = LmEvalModel(str(step.run_folder))

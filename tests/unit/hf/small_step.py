@@ -14,7 +14,7 @@ from sentencepiece import SentencePieceTrainer
 
 from alibi_lm.checkpoint.folder import write_meta
 from alibi_lm.checkpoint.fragments import fragment_key
-from alibi_lm.checkpoint.step import Step, open_run
+from alibi_lm.checkpoint.step import Checkpoint, open_checkpoint
 from alibi_lm.config import Config
 from alibi_lm.config_loading import build, to_yaml
 from alibi_lm.data.indexed import TokenFileWriter
@@ -33,7 +33,7 @@ def write_step(
     length: int = LENGTH,
     prepare: Callable[[Decoder], None] | None = None,
     **data: Any,
-) -> Step:
+) -> Checkpoint:
     """A run with one checkpoint: random weights, LayerNorms and biases not at their defaults.
 
     `prepare` may do something else with the decoder instead, such as train it.
@@ -69,7 +69,7 @@ def write_step(
             "files": facts,
         },
     )
-    return open_run(folder)
+    return open_checkpoint(folder)
 
 
 def _shift_norms(decoder: Decoder) -> None:
@@ -80,7 +80,7 @@ def _shift_norms(decoder: Decoder) -> None:
                 parameter.add_(0.2 * torch.randn_like(parameter))
 
 
-def add_tokenizer(step: Step, folder: Path) -> None:
+def add_tokenizer(checkpoint: Checkpoint, folder: Path) -> None:
     """Train a small tokenizer on `LINES` and put it into the checkpoint."""
     prefix = folder / "tokenizer"
     SentencePieceTrainer.train(
@@ -89,16 +89,16 @@ def add_tokenizer(step: Step, folder: Path) -> None:
         add_dummy_prefix=False, remove_extra_whitespaces=False, unk_id=0, eos_id=1, bos_id=2,
         pad_id=3, minloglevel=2, hard_vocab_limit=False,
     )  # fmt: skip
-    (step.folder / "tokenizer").mkdir()
-    shutil.copyfile(f"{prefix}.model", step.folder / "tokenizer" / "tokenizer.model")
+    (checkpoint.folder / "tokenizer").mkdir()
+    shutil.copyfile(f"{prefix}.model", checkpoint.folder / "tokenizer" / "tokenizer.model")
 
 
-def add_validation(step: Step, prefix: Path, texts: list[str]) -> None:
+def add_validation(checkpoint: Checkpoint, prefix: Path, texts: list[str]) -> None:
     """Tokenize documents with the step's tokenizer, each with its end token."""
-    tokenizer = load_tokenizer(step.folder / "tokenizer")
+    tokenizer = load_tokenizer(checkpoint.folder / "tokenizer")
     prefix.parent.mkdir(parents=True, exist_ok=True)
     writer = TokenFileWriter(prefix, np.uint16)
     for text in texts:
         writer.add_document([*tokenizer.encode(text), tokenizer.eos_id])
     writer.finish()
-    step.config.data.validation.append(str(prefix))
+    checkpoint.config.data.validation.append(str(prefix))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from alibi_lm.checkpoint.step import Step
+from alibi_lm.checkpoint.step import Checkpoint
 from alibi_lm.cli.main import main
 from alibi_lm.evals.attention_span.evaluation import AttentionSpan
 from alibi_lm.evals.config import (
@@ -60,7 +60,7 @@ def texts() -> list[str]:
 @pytest.fixture(scope="module", params=SHAPES)
 def exported(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Step, Path]:
+) -> tuple[Checkpoint, Path]:
     """A run and its export."""
     folder = tmp_path_factory.mktemp(request.param)
     step = write_step(folder / "run", SHAPES[request.param])
@@ -75,7 +75,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def eval_models(exported: tuple[Step, Path]) -> list[EvalModel]:
+def eval_models(exported: tuple[Checkpoint, Path]) -> list[EvalModel]:
     """The run; and its export computed by our own model and by the class."""
     step, folder = exported
     corpus = step.config.data.validation[0]
@@ -93,7 +93,7 @@ def losses(result: Any) -> list[float]:
 
 
 def test_one_models_perplexity_is_the_same_natively_imported_and_by_its_class(
-    exported: tuple[Step, Path],
+    exported: tuple[Checkpoint, Path],
 ) -> None:
     native: Any
     others: Any
@@ -112,7 +112,7 @@ def test_one_models_perplexity_is_the_same_natively_imported_and_by_its_class(
         assert result.truncated_context.verdict.word == native.truncated_context.verdict.word
 
 
-def test_one_models_needle_answers_are_the_same(exported: tuple[Step, Path]) -> None:
+def test_one_models_needle_answers_are_the_same(exported: tuple[Checkpoint, Path]) -> None:
     native, *others = eval_models(exported)
     maker = PromptMaker(native.tokenizer(), Needle().open_corpora(native, NEEDLE), 0)  # type: ignore[arg-type]
     trials = [maker.trial(300, index) for index in range(4)]
@@ -148,7 +148,7 @@ def test_long_inputs_of_an_imported_model_go_through_the_fast_engine(tmp_path: P
 
 
 def test_far_keys_left_out_of_long_prompts_change_no_answer(
-    exported: tuple[Step, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    exported: tuple[Checkpoint, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[KVCache] = []
     decoding_cache = scorer.decoding_cache
@@ -199,7 +199,7 @@ def test_far_keys_left_out_of_long_prompts_change_no_answer(
         )
 
 
-def test_text_is_tokenized_on_the_fly(exported: tuple[Step, Path], tmp_path: Path) -> None:
+def test_text_is_tokenized_on_the_fly(exported: tuple[Checkpoint, Path], tmp_path: Path) -> None:
     step, folder = exported
     (tmp_path / "texts").mkdir()
     for index, text in enumerate(texts()):
@@ -219,7 +219,9 @@ def test_text_is_tokenized_on_the_fly(exported: tuple[Step, Path], tmp_path: Pat
     assert (tmp_path / "out" / "perplexity.json").is_file()
 
 
-def test_the_commands_and_where_they_write(exported: tuple[Step, Path], tmp_path: Path) -> None:
+def test_the_commands_and_where_they_write(
+    exported: tuple[Checkpoint, Path], tmp_path: Path
+) -> None:
     step, folder = exported
     (tmp_path / "texts.txt").write_text("".join(texts()))
     before = sorted(folder.rglob("*"))
@@ -248,7 +250,7 @@ def test_the_commands_and_where_they_write(exported: tuple[Step, Path], tmp_path
     assert sorted(folder.rglob("*")) == before
 
 
-def test_the_report_and_horizons_of_an_imported_model(exported: tuple[Step, Path]) -> None:
+def test_the_report_and_horizons_of_an_imported_model(exported: tuple[Checkpoint, Path]) -> None:
     _, eval_model, stock = eval_models(exported)
     assert "slope" in write_report(eval_model).read_text()
     assert "attention_span: not measured yet: alibi-lm eval attention-span hf:" in "\n".join(
@@ -262,7 +264,7 @@ def test_the_report_and_horizons_of_an_imported_model(exported: tuple[Step, Path
 
 
 def test_mistakes_are_named(
-    exported: tuple[Step, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    exported: tuple[Checkpoint, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step, folder = exported
     with pytest.raises(CheckpointError, match=r"hf:\./nowhere/at/all: no such folder"):

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from alibi_lm.checkpoint.convert import convert
 from alibi_lm.checkpoint.folder import read_meta, write_meta
 from alibi_lm.checkpoint.fragments import fragment_key
-from alibi_lm.checkpoint.step import Step, open_run
+from alibi_lm.checkpoint.step import Checkpoint, open_checkpoint
 from alibi_lm.hf.exporting.exporter import export
 from alibi_lm.parallel.shard import StridedSlice
 from alibi_lm.utils.files import sha256
@@ -24,7 +24,7 @@ from tests.unit.hf.small_step import write_step
 MEASURE = """
 import json, sys, threading
 from pathlib import Path
-from alibi_lm.checkpoint.step import open_run
+from alibi_lm.checkpoint.step import open_checkpoint
 from alibi_lm.hf.exporting.exporter import export
 from alibi_lm.hf.importing.importer import import_folder
 from alibi_lm.hf.parity import check as proofs
@@ -49,7 +49,7 @@ start = anonymous()
 watcher = threading.Thread(target=watch)
 watcher.start()
 if sys.argv[4] == "export":
-    export(open_run(first), out, parity=parity, shard_bytes=50_000_000)
+    export(open_checkpoint(first), out, parity=parity, shard_bytes=50_000_000)
 else:
     import_folder(first, out, parity=parity)
 done.set()
@@ -86,11 +86,11 @@ def test_memory_is_that_of_a_block(shape: str, tmp_path: Path) -> None:
     assert all(0 < peak < num_bytes / 4 for peak in peaks.values()), (peaks, num_bytes)
 
 
-def split_by_columns(step: Step, folder: Path) -> Step:
+def split_by_columns(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
     """The same checkpoint as two tensor-parallel ranks would have written it."""
-    meta = read_meta(step.folder)
+    meta = read_meta(checkpoint.folder)
     shards: list[dict[str, torch.Tensor]] = [{}, {}]
-    for name, tensor in step.weights().items():
+    for name, tensor in checkpoint.weights().items():
         if tensor.dim() == 1:
             shards[1][fragment_key(name, "param", 0)] = tensor
             continue
@@ -102,7 +102,7 @@ def split_by_columns(step: Step, folder: Path) -> Step:
     for name, facts in meta["files"].items():
         if name not in meta["shards"]:
             (folder / name).parent.mkdir(exist_ok=True)
-            (folder / name).write_bytes((step.folder / name).read_bytes())
+            (folder / name).write_bytes((checkpoint.folder / name).read_bytes())
             assert facts["sha256"] == sha256(folder / name)
     meta["shards"] = ["shard_00000.safetensors", "shard_00001.safetensors"]
     for name, tensors in zip(meta["shards"], shards, strict=True):
@@ -110,7 +110,7 @@ def split_by_columns(step: Step, folder: Path) -> Step:
         path = folder / name
         meta["files"][name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
     write_meta(folder, meta)
-    return open_run(folder)
+    return open_checkpoint(folder)
 
 
 @pytest.mark.parametrize("kv_heads", [None, 4])
@@ -123,7 +123,7 @@ def test_a_checkpoint_in_any_layout_gives_the_same_folder(
     place = "run/checkpoints/step_00000007"
     second = split_by_columns(first, tmp_path / "b" / place)
     (tmp_path / "c/run/checkpoints").mkdir(parents=True)
-    third = open_run(convert(second.folder, tmp_path / "c" / place, num_shards=3))
+    third = open_checkpoint(convert(second.folder, tmp_path / "c" / place, num_shards=3))
     assert len({step.digest for step in (first, second, third)}) == 3
     folders = []
     for number, step in enumerate((first, second, third)):

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from sentencepiece import SentencePieceProcessor
 from transformers import AutoConfig
 
-from alibi_lm.checkpoint.step import Step
+from alibi_lm.checkpoint.step import Checkpoint
 from alibi_lm.data.tokenizer import load_tokenizer
 from alibi_lm.hf.exporting.exporter import export
 from alibi_lm.model.decoder import Decoder
@@ -87,7 +87,7 @@ def test_the_folder_is_what_the_converter_takes(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module", params=[8, 12])
-def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Step:
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     """A model that has learnt a little of the standard library; 12 heads have slopes of two
     schedules."""
     folder = tmp_path_factory.mktemp("trained")
@@ -117,7 +117,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @real
-def test_llama_cpp_gives_our_tokens_and_perplexity(trained: Step) -> None:
+def test_llama_cpp_gives_our_tokens_and_perplexity(trained: Checkpoint) -> None:
     """Its GELU is the tanh form, from a table in fp16, where MPT has the exact one."""
     out = trained.run_folder.parent / "out"
     done = convert(out)

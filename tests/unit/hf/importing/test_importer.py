@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoTokenizer
 
-from alibi_lm.checkpoint.step import open_run
+from alibi_lm.checkpoint.step import open_checkpoint
 from alibi_lm.cli.main import main
 from alibi_lm.data.tokenizer import load_tokenizer
 from alibi_lm.hf.exporting.exporter import export
@@ -60,15 +60,15 @@ def test_import_and_export_give_the_folder_back(
     run = tmp_path / "run"
     facts = import_folder(tmp_path / "stock", run, shard_bytes=150_000)
     assert facts["parity"]["greedy_tokens_equal"] == 64
-    step = open_run(run)
-    assert len(step.meta["shards"]) > 2
+    checkpoint = open_checkpoint(run)
+    assert len(checkpoint.meta["shards"]) > 2
     tokens = torch.randint(VOCAB_SIZE, (2, 250), generator=torch.Generator().manual_seed(5))
     with torch.no_grad():
-        difference = (step.decoder()(tokens) - stock(tokens).logits).abs().max()
+        difference = (checkpoint.decoder()(tokens) - stock(tokens).logits).abs().max()
     assert float(difference) <= 1e-4
 
-    step.config.train.sequence_length = 24
-    export(step, tmp_path / "out")
+    checkpoint.config.train.sequence_length = 24
+    export(checkpoint, tmp_path / "out")
     assert same(tensors_of(tmp_path / "out"), tensors_of(tmp_path / "stock"))
     before, after = (AutoConfig.from_pretrained(tmp_path / name) for name in ("stock", "out"))
     for name in READ_BY_THE_CLASS[shape]:
@@ -83,9 +83,9 @@ def test_half_precision_comes_back_as_it_was(tmp_path: Path) -> None:
     model = write_reference(tmp_path / "first", "bloom")
     model.to(torch.bfloat16).save_pretrained(tmp_path / "stock")
     import_folder(tmp_path / "stock", tmp_path / "run")
-    step = open_run(tmp_path / "run")
-    step.config.train.sequence_length = 24
-    export(step, tmp_path / "out", precision="bf16")
+    checkpoint = open_checkpoint(tmp_path / "run")
+    checkpoint.config.train.sequence_length = 24
+    export(checkpoint, tmp_path / "out", precision="bf16")
     assert same(tensors_of(tmp_path / "out"), tensors_of(tmp_path / "stock"))
 
 
@@ -98,7 +98,7 @@ def test_names_of_the_base_model_and_a_stored_copy_of_a_tied_matrix(tmp_path: Pa
         shutil.copytree(tmp_path / "stock", tmp_path / name)
         save_file(content, tmp_path / name / "model.safetensors", metadata={"format": "pt"})
         import_folder(tmp_path / name, tmp_path / f"run_{name}")
-        weights = open_run(tmp_path / f"run_{name}").weights()
+        weights = open_checkpoint(tmp_path / f"run_{name}").weights()
         assert torch.equal(weights["embedding.weight"],
                            tensors["transformer.word_embeddings.weight"])  # fmt: skip
     copy["lm_head.weight"][3, 4] += 1
@@ -171,7 +171,7 @@ def test_settings_of_the_run_may_be_given_and_those_of_the_model_not(tmp_path: P
         with pytest.raises(ConfigError, match=override.partition("=")[0]):
             import_folder(tmp_path / "stock", tmp_path / "run", overrides=[override])
     import_folder(tmp_path / "stock", tmp_path / "run", overrides=["train.sequence_length=64"])
-    assert open_run(tmp_path / "run").config.train.sequence_length == 64
+    assert open_checkpoint(tmp_path / "run").config.train.sequence_length == 64
     with pytest.raises(CheckpointError, match="run: already exists"):
         import_folder(tmp_path / "stock", tmp_path / "run")
 
@@ -197,7 +197,7 @@ def test_the_number_of_heads_is_believed_without_digests_and_a_line_says_so(
     import_folder(tmp_path / "foreign", tmp_path / "run")
     line = "4 heads, as config.json states; tensors do not show it"
     assert line in capsys.readouterr().out
-    export(open_run(tmp_path / "run"), tmp_path / "exported")
+    export(open_checkpoint(tmp_path / "run"), tmp_path / "exported")
     import_folder(tmp_path / "exported", tmp_path / "again")
     assert line not in capsys.readouterr().out
 
@@ -217,18 +217,18 @@ def test_the_declared_end_token_is_kept_by_import_and_export(
     (tmp_path / "stock" / "generation_config.json").unlink(missing_ok=True)
     import_folder(tmp_path / "stock", tmp_path / "run")
     assert "eos_token_id = 0 is not the tokenizer's, 1" in capsys.readouterr().err
-    step = open_run(tmp_path / "run")
-    tokenizer = step.tokenizer()
+    checkpoint = open_checkpoint(tmp_path / "run")
+    tokenizer = checkpoint.tokenizer()
     assert tokenizer is not None
     assert tokenizer.stop_ids == (1,)
-    export(step, tmp_path / "out")
+    export(checkpoint, tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert AutoTokenizer.from_pretrained(tmp_path / "out").eos_token == "<|im_end|>"
     assert config["eos_token_id"] == 1
 
     path.write_text(json.dumps(config | {"eos_token_id": [1, 0]}))
     import_folder(tmp_path / "stock", tmp_path / "both")
-    assert open_run(tmp_path / "both").tokenizer().stop_ids == (1, 0)  # type: ignore[union-attr]
-    export(open_run(tmp_path / "both"), tmp_path / "both_out")
+    assert open_checkpoint(tmp_path / "both").tokenizer().stop_ids == (1, 0)  # type: ignore[union-attr]
+    export(open_checkpoint(tmp_path / "both"), tmp_path / "both_out")
     for name in ("config.json", "generation_config.json"):
         assert json.loads((tmp_path / "both_out" / name).read_text())["eos_token_id"] == [1, 0]

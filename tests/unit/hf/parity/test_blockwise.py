@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from alibi_lm.checkpoint.step import open_run
+from alibi_lm.checkpoint.step import open_checkpoint
 from alibi_lm.hf.exporting import weights as module
 from alibi_lm.hf.exporting.weights import StepWeights
 from alibi_lm.hf.importing.importer import IMPORT_SPECS, import_folder
@@ -51,7 +51,7 @@ def opened(
     if not folder.exists():
         write_reference(folder, shape, tied=tied)
         import_folder(folder, folder.parent / "run", parity="weights")
-    step, import_spec = open_run(folder.parent / "run"), IMPORT_SPECS[shape]
+    step, import_spec = open_checkpoint(folder.parent / "run"), IMPORT_SPECS[shape]
     stock = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     with (
         WeightsReader(folder, import_spec.prefix) as source,
