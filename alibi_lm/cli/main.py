@@ -60,7 +60,8 @@ class _Main(Commands):
                 raise
             console.error(str(mistake))
             ctx.exit(mistake.exit_code)
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as interrupt:
+            console.critical(str(interrupt) or "interrupted")
             ctx.exit(EXIT_INTERRUPTED)
 
 

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from matplotlib.figure import Figure
@@ -20,6 +21,7 @@ from alibi_lm.data.manifest import check_tokenizer
 from alibi_lm.evals import json_values
 from alibi_lm.evals.models.base import EvalModel
 from alibi_lm.evals.models.scorer import Scorer
+from alibi_lm.evals.parts import Parts
 from alibi_lm.utils.errors import ConfigError, DataError, Problem
 
 Json = dict[str, Any]
@@ -189,6 +191,34 @@ class Eval(ABC, Generic[ConfigT, ResultT]):
             "versions": _versions(),
             **eval_model.settings,
         }
+
+    def parts_path(self, eval_model: EvalModel) -> Path:
+        """Where the finished parts of an interrupted eval are kept."""
+        return eval_model.evals_folder / f"{self.name}.partial.json"
+
+    def parts(
+        self,
+        eval_model: EvalModel,
+        config: ConfigT,
+        files: Sequence[TokenFile],
+        scorer: Scorer | None,
+        total: int,
+    ) -> Parts:
+        """The eval's parts, to finish one after the other.
+
+        Args:
+            eval_model: the model.
+            config: the settings.
+            files: the corpora that are read.
+            scorer: the model's own; None for another, whose parts are not kept.
+            total: number of parts.
+        """
+        if scorer is None:
+            return Parts(self.name, total)
+        key = config_loading.digest(
+            {"inputs": self.inputs(eval_model, config, files), "model": scorer.describe()}
+        )
+        return Parts(self.name, total, self.parts_path(eval_model), key)
 
     def common(
         self, eval_model: EvalModel, config: ConfigT, files: Sequence[TokenFile] = ()

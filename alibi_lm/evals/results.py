@@ -3,7 +3,8 @@
 A model's folder of results holds, for an eval NAME, the main result NAME.json and, in NAME/, one
 file for each other thing measured, named by the digest of its inputs. The main result is the one on
 the model's own corpora, by its default engine, without another scaling of positions and at default
-lengths, as far as there is such a one; of two that are alike in this, the newer one.
+lengths, as far as there is such a one; of two that are alike in this, the newer one. While an eval
+runs, NAME.partial.json holds its finished parts.
 """
 
 from __future__ import annotations
@@ -95,6 +96,7 @@ def store(each: Eval[Any, ResultT], eval_model: EvalModel, result: ResultT) -> P
         write_json(path, result.to_json())
         for name, figure in figures.items():
             plots.save(figure, _picture(path, each.name, name))
+        each.parts_path(eval_model).unlink(missing_ok=True)
         return path
 
     return run_on_rank0(write)

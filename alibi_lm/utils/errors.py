@@ -34,6 +34,10 @@ def _short(value: Any) -> str:
     return text if len(text) <= 120 else text[:117] + "..."
 
 
+class UserInterrupt(KeyboardInterrupt):
+    """Ctrl-C in work that is partly kept: the line says what is, and how to go on."""
+
+
 class UserError(Exception):
     """Base of the errors that a user can fix. Holds every problem found, not only the first."""
 

@@ -49,8 +49,8 @@ def run_and_report(work: Callable[[], int], interrupted: str, *, watched: bool) 
         if watched:
             console.muted = False  # the error may be this rank's alone
         return _report(disk_error, wait=not watched)
-    except KeyboardInterrupt:
-        console.error(interrupted)
+    except KeyboardInterrupt as interrupt:
+        console.critical(str(interrupt) or interrupted)
         return EXIT_INTERRUPTED
 
 

@@ -35,7 +35,7 @@ from alibi_lm.data.preparation.tokenization import TRAIN, VALIDATION, SourceToke
 from alibi_lm.data.preparation.tokenizer_training import train_tokenizer
 from alibi_lm.data.preparation.workers import Encoder, Interrupted, Workers, available_cores
 from alibi_lm.data.tokenizer import Tokenizer, load_tokenizer
-from alibi_lm.utils.errors import DataError, Problem, UserError
+from alibi_lm.utils.errors import DataError, Problem, UserError, UserInterrupt
 from alibi_lm.utils.files import sha256, sync, write_json
 from alibi_lm.utils.locking import exclusive_lock
 from alibi_lm.utils.logging import console
@@ -78,7 +78,7 @@ def prepare(
     work = output / ".partial"
     _check_output(output)
     fingerprints = {source.name: fingerprint(source) for source in recipe.sources}
-    with _full_disk_named(output), exclusive_lock(output, DataError):
+    with _interrupts_named(output), exclusive_lock(output, DataError):
         if _is_complete(output, recipe, fingerprints, overwrite):
             if _staged(work) == read_manifest(output / MANIFEST):
                 shutil.rmtree(work)  # left by a process killed before this line
@@ -102,9 +102,14 @@ def _check_output(output: Path) -> None:
 
 
 @contextmanager
-def _full_disk_named(output: Path) -> Iterator[None]:
+def _interrupts_named(output: Path) -> Iterator[None]:
+    """Say at Ctrl-C and at a full disk how to go on."""
     try:
         yield
+    except KeyboardInterrupt:
+        work = output / ".partial"
+        kept = f"prepare keeps what is done in {work}; run the same command to resume"
+        raise UserInterrupt(f"interrupted: {kept}") from None
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES):
             raise

@@ -29,6 +29,7 @@ from alibi_lm.model.position_scaling import head_slopes
 from alibi_lm.model.pruning.block_sparse import BLOCK
 from alibi_lm.model.pruning.bounds import prior_attention_span
 from alibi_lm.utils.errors import ConfigError, DataError, Problem
+from alibi_lm.utils.progress import Progress
 
 PROTOCOL = (
     "Attention span of a query: the largest distance at which keys have to be read, so that all "
@@ -54,6 +55,8 @@ class TrueSpans:
     """Of each layer, [H, N] int64."""
     largest_scores: list[Tensor] = field(default_factory=list)
     """Of each layer, [H]: the largest |q| times the largest |k|, over sqrt(D)."""
+    progress: Progress | None = None
+    """Advances by each query of each layer."""
     _queries: list[Tensor] = field(default_factory=list)
     _keys: list[Tensor] = field(default_factory=list)
     _norms: list[Tensor] = field(default_factory=list)
@@ -61,6 +64,8 @@ class TrueSpans:
     def __call__(self, layer: int, first: int, q: Tensor, k: Tensor) -> None:
         """Collect a chunk; measure the layer with its last one."""
         stop = first + q.shape[1]
+        if self.progress is not None:
+            self.progress.advance(q.shape[1])
         inside = self.positions[(self.positions >= first) & (self.positions < stop)]
         self._queries.append(q[:, inside - first].double())
         self._norms.append(q.float().norm(dim=-1).amax(dim=1))
@@ -125,7 +130,9 @@ class AttentionSpan(Eval[AttentionSpanConfig, AttentionSpanResult]):
         true = TrueSpans(positions, config.num_tokens, slopes, tolerance)
         report = LongScoringReport()
         started = time.perf_counter()
-        losses = long_losses(decoder, tokens[:-1], tokens[1:], tolerance, report, true)
+        total = decoder.config.num_layers * config.num_tokens
+        with Progress(self.name, total, unit="tok") as true.progress:
+            losses = long_losses(decoder, tokens[:-1], tokens[1:], tolerance, report, true)
         rows = _rows(report.heads()[:, half // BLOCK :], true, slopes, config)
         through_layers = shown.composed(rows)
         return AttentionSpanResult(

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 from matplotlib.figure import Figure
-from tqdm import tqdm
 
 from alibi_lm.data.tokenizer import Tokenizer
 from alibi_lm.evals.base import Eval, register
@@ -24,6 +24,7 @@ from alibi_lm.evals.statistics import Share
 from alibi_lm.tasks.reasoning import END, TASKS, Question, question
 from alibi_lm.utils.errors import ConfigError, DataError, Problem
 from alibi_lm.utils.logging import console
+from alibi_lm.utils.progress import Progress
 
 DEFAULT_LENGTHS = tuple(range(5, 45, 5))
 PROTOCOL = (
@@ -174,17 +175,26 @@ class Generalization(Eval[GeneralizationConfig, GeneralizationResult]):
         """
         tokenizer = eval_model.require_tokenizer("problems")
         lengths = usable_lengths(eval_model, tokenizer, config)
-        scorer = scorer or eval_model.scorer(config.precision, scaling=config.scaling)
-        started = time.perf_counter()
-        cells = []
-        quiet = console.muted or None
-        with tqdm(total=len(config.tasks) * len(lengths), desc=self.name, disable=quiet) as bar:
-            for task in config.tasks:
-                for items in lengths:
-                    trials = make_trials(tokenizer, task, items, config)
-                    tally = score_trials(scorer, tokenizer, trials, config.batch_tokens)
-                    cells.append(tally.cell(task, items))
-                    bar.update()
+        own = None
+        if scorer is None:
+            scorer = own = eval_model.scorer(config.precision, scaling=config.scaling)
+
+        def score(task: str, items: int) -> dict[str, float]:
+            trials = make_trials(tokenizer, task, items, config)
+            tally = score_trials(scorer, tokenizer, trials, config.batch_tokens)
+            progress.advance(1)
+            return vars(tally)
+
+        cells, seconds = [], 0.0
+        total = len(config.tasks) * len(lengths)
+        with (
+            self.parts(eval_model, config, (), own, total) as parts,
+            Progress(self.name, total, unit="cells") as progress,
+        ):
+            for task, items in itertools.product(config.tasks, lengths):
+                part = parts.run(f"{task} {items}", partial(score, task, items), progress, 1)
+                seconds += part.seconds
+                cells.append(Tally(**part.value).cell(task, items))
         examples = {task: make_trials(tokenizer, task, lengths[0], config)[0].asked
                     for task in config.tasks}  # fmt: skip
         return GeneralizationResult(
@@ -199,7 +209,7 @@ class Generalization(Eval[GeneralizationConfig, GeneralizationResult]):
             examples={task: "".join(asked.pieces[:2]) for task, asked in examples.items()},
             precision=config.precision,
             model=scorer.describe(),
-            seconds=round(time.perf_counter() - started, 3),
+            seconds=round(seconds, 3),
             cells=cells,
             verdict=shown.verdict(cells, config.trained_items, config.threshold),
         )

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
-from tqdm import tqdm
 
+from alibi_lm.evals import json_values
 from alibi_lm.evals.base import Comparison, Eval, Verdict, chosen_lengths, register
 from alibi_lm.evals.config import PerplexityConfig
 from alibi_lm.evals.models.base import EvalModel
 from alibi_lm.evals.models.scorer import Scorer
+from alibi_lm.evals.parts import Parts
 from alibi_lm.evals.perplexity import display, protocols
 from alibi_lm.evals.perplexity.documents import (
     Documents,
@@ -28,6 +29,7 @@ from alibi_lm.evals.perplexity.result import (
     ByPosition,
     LengthRow,
     PerplexityResult,
+    PositionRow,
     ScoredCorpus,
     TruncatedContext,
     Windows,
@@ -48,7 +50,7 @@ from alibi_lm.evals.perplexity.windows import (
 )
 from alibi_lm.evals.statistics import bootstrap_perplexity
 from alibi_lm.utils.errors import CheckpointError, ConfigError, Problem
-from alibi_lm.utils.logging import console
+from alibi_lm.utils.progress import Progress
 
 LARGEST_LOSS = 700
 """Nats a token: no language model's loss, and no float holds a perplexity of much more."""
@@ -60,10 +62,11 @@ class Scores:
 
     sums: np.ndarray
     """`[lengths, documents]`."""
-    longest: list[np.ndarray]
-    """Of each target of each document, at the longest length."""
+    by_position: list[PositionRow]
+    """Of the longest length."""
     sampled: np.ndarray | None
     """`[lengths, n]`, of the truncated-context baseline's sample, where there is one."""
+    seconds: float
 
 
 def score_windows(
@@ -72,23 +75,33 @@ def score_windows(
     lengths: Sequence[int],
     batch_tokens: int,
     sample: Sample | None,
+    parts: Parts,
 ) -> Scores:
-    """Every target of every document at each length."""
-    sums = np.zeros((len(lengths), len(documents)))
-    sampled = []
-    with _bar(len(lengths) * sum(len(document) - 1 for document in documents), "perplexity") as bar:
-        for row, length in enumerate(lengths):
-            bar.set_postfix_str(f"length {length}")
-            windows = non_overlapping_windows(documents, length)
-            losses = target_losses(scorer, documents, windows, batch_tokens, bar)
-            sums[row] = [each.sum() for each in losses]
-            if sample is not None:
-                sampled.append(sample.of(losses))
-    return Scores(sums, losses, np.stack(sampled) if sample is not None else None)
+    """Every target of every document at each length; each length is a part."""
+    size = sum(len(document) - 1 for document in documents)
 
+    def score(length: int) -> dict[str, Any]:
+        windows = non_overlapping_windows(documents, length)
+        losses = target_losses(scorer, documents, windows, batch_tokens, progress)
+        sums = [float(each.sum()) for each in losses]
+        rows = []
+        if length == lengths[-1] and np.isfinite(sums).all():
+            rows = protocols.position_rows(losses, length)
+        return {
+            "sums": sums,
+            "sampled": None if sample is None else sample.of(losses).tolist(),
+            "by_position": json_values.encode(rows),
+        }
 
-def _bar(total: int, name: str) -> tqdm[Any]:
-    return tqdm(total=total, unit="tok", unit_scale=True, desc=name, disable=console.muted or None)
+    with Progress("perplexity", len(lengths) * size, unit="tok") as progress:
+        scored = [parts.run(str(n), partial(score, n), progress, size) for n in lengths]
+    values = [part.value for part in scored]
+    return Scores(
+        np.array([value["sums"] for value in values]),
+        [json_values.decode(PositionRow, row) for row in values[-1]["by_position"]],
+        None if sample is None else np.array([value["sampled"] for value in values]),
+        sum(part.seconds for part in scored),
+    )
 
 
 @register
@@ -116,18 +129,29 @@ class Perplexity(Eval[PerplexityConfig, PerplexityResult]):
         _check_protocols(config, lengths)
         files = self.open_corpora(eval_model, config)
         documents = choose_documents(files, lengths[-1], config.max_tokens)
-        scorer = scorer or eval_model.scorer(
-            config.precision, config.pruning_tolerance, config.scaling
-        )
+        own = None
+        if scorer is None:
+            scorer = own = eval_model.scorer(
+                config.precision, config.pruning_tolerance, config.scaling
+            )
         training_length = eval_model.training_length
         context_length = config.truncated_context_length or training_length
         sample = None
         if config.truncated_context_targets is not None and lengths[-1] > context_length:
             sample = draw(documents.tokens, config.truncated_context_targets, config.seed)
-        started = time.perf_counter()
-        scores = score_windows(scorer, documents.tokens, lengths, config.batch_tokens, sample)
-        seconds = time.perf_counter() - started
-        _check_finite(eval_model, scores.sums, documents.num_targets, lengths)
+        protocols_by_length = 1 + sum(x is not None for x in (config.stride, config.fixed_targets))
+        total = protocols_by_length * len(lengths) + (sample is not None)
+        with self.parts(eval_model, config, files, own, total) as parts:
+            scores = score_windows(
+                scorer, documents.tokens, lengths, config.batch_tokens, sample, parts
+            )
+            _check_finite(eval_model, scores.sums, documents.num_targets, lengths)
+            sliding, fixed_target = _other_windows(
+                eval_model, config, scorer, documents, lengths, parts
+            )
+            baseline = _truncated_context(
+                config, scorer, documents, lengths, context_length, sample, scores.sampled, parts
+            )
         sizes = target_bytes(documents.tokens, eval_model.tokenizer())
         windows = [non_overlapping_windows(documents.tokens, length) for length in lengths]
         rows = length_rows(
@@ -139,11 +163,7 @@ class Perplexity(Eval[PerplexityConfig, PerplexityResult]):
             ScoredCorpus(**vars(info), num_long_documents=count)
             for info, count in zip(common["corpus"], documents.num_long, strict=True)
         ]
-        sliding, fixed_target = _other_windows(eval_model, config, scorer, documents, lengths)
-        baseline = _truncated_context(
-            config, scorer, documents, lengths, context_length, sample, scores.sampled
-        )
-        by_position = protocols.position_rows(scores.longest, lengths[-1])
+        seconds = scores.seconds
         return PerplexityResult(
             **common,
             protocol=protocols.WINDOWS,
@@ -161,7 +181,7 @@ class Perplexity(Eval[PerplexityConfig, PerplexityResult]):
             sliding=sliding,
             fixed_target=fixed_target,
             by_position=ByPosition(
-                protocol=protocols.BY_POSITION, length=lengths[-1], rows=by_position
+                protocol=protocols.BY_POSITION, length=lengths[-1], rows=scores.by_position
             ),
             truncated_context=baseline,
         )
@@ -220,6 +240,7 @@ def _other_windows(
     scorer: Scorer,
     documents: Documents,
     lengths: Sequence[int],
+    parts: Parts,
 ) -> tuple[Windows | None, Windows | None]:
     """Results with sliding windows, and with fixed targets; None where not asked for."""
     tokens, tokenizer = documents.tokens, eval_model.tokenizer()
@@ -228,17 +249,21 @@ def _other_windows(
         name: str, protocol: str, windows: Sequence[Sequence[Window]], counts: np.ndarray,
         sizes: np.ndarray | None, **setting: int,
     ) -> Windows:  # fmt: skip
-        started = time.perf_counter()
-        with _bar(int(counts.sum()) * len(lengths), name) as bar:
-            every = [
-                protocols.document_sums(scorer, tokens, some, config.batch_tokens, bar)
-                for some in windows
+        total = int(counts.sum())
+
+        def score(some: Sequence[Window]) -> list[float]:
+            sums = protocols.document_sums(scorer, tokens, some, config.batch_tokens, progress)
+            return [float(each) for each in sums]
+
+        with Progress(name, total * len(lengths), unit="tok") as progress:
+            scored = [
+                parts.run(f"{name} {length}", partial(score, some), progress, total)
+                for length, some in zip(lengths, windows, strict=True)
             ]
-        sums = np.stack(every)
+        sums = np.array([part.value for part in scored])
         _check_finite(eval_model, sums, counts, lengths)
         rows = length_rows(sums, counts, sizes, lengths, eval_model.training_length, windows)
-        seconds = round(time.perf_counter() - started, 3)
-        total = int(counts.sum())
+        seconds = round(sum(part.seconds for part in scored), 3)
         return Windows(protocol=protocol, num_tokens=total, seconds=seconds, rows=rows, **setting)
 
     sliding = fixed_target = None
@@ -263,11 +288,22 @@ def _truncated_context(
     context_length: int,
     sample: Sample | None,
     observed: np.ndarray | None,
+    parts: Parts,
 ) -> TruncatedContext | None:
     if sample is None or observed is None:
         return None
     tokens = documents.tokens
-    cut = cut_losses(scorer, tokens, sample, context_length, lengths, config.batch_tokens)
+    size = int((sample.longest_context(lengths) > context_length).sum())
+
+    def score() -> list[float | None]:
+        losses = cut_losses(
+            scorer, tokens, sample, context_length, lengths, config.batch_tokens, progress
+        )
+        return [None if math.isnan(loss) else loss for loss in losses.tolist()]
+
+    with Progress("truncated context", size, unit="tok") as progress:
+        part = parts.run("truncated context", score, progress, size)
+    cut = np.array(part.value, dtype=np.float64)
     rows = loss_gap_rows(sample, observed, cut, lengths, context_length)
     return TruncatedContext(
         protocol=TRUNCATED_CONTEXT,

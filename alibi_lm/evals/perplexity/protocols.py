@@ -6,16 +6,15 @@ All go through one function, which scores windows; they differ in the windows al
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from alibi_lm.evals.models.scorer import Scorer
 from alibi_lm.evals.perplexity.result import PositionRow
 from alibi_lm.evals.perplexity.windows import Window, window_batches
 from alibi_lm.evals.statistics import bootstrap_means
+from alibi_lm.utils.progress import Progress
 
 WINDOWS = (
     "Non-overlapping windows. Window L of a document x takes inputs x[s:s+L] and targets "
@@ -49,7 +48,7 @@ def window_losses(
     documents: Sequence[np.ndarray],
     windows: Sequence[Window],
     batch_tokens: int,
-    bar: tqdm[Any] | None = None,
+    progress: Progress | None = None,
 ) -> Iterator[tuple[Window, np.ndarray]]:
     """Each window, in any order, with the losses of its scored targets (float64, nats)."""
     equal = getattr(scorer, "length_dependent", False)
@@ -57,8 +56,8 @@ def window_losses(
         losses = scorer.token_losses(torch.from_numpy(batch.tokens)).double().numpy()
         for row, window in zip(losses, batch.windows, strict=True):
             yield window, row[window.first - 1 - window.start : window.num_inputs]
-            if bar is not None:
-                bar.update(window.stop - window.first)
+            if progress is not None:
+                progress.advance(window.stop - window.first)
 
 
 def target_losses(
@@ -66,11 +65,11 @@ def target_losses(
     documents: Sequence[np.ndarray],
     windows: Sequence[Window],
     batch_tokens: int,
-    bar: tqdm[Any] | None = None,
+    progress: Progress | None = None,
 ) -> list[np.ndarray]:
     """Losses of tokens 1 to N-1 of each document `[N - 1]`; the windows score each target once."""
     losses_of = [np.full(len(document) - 1, np.nan) for document in documents]
-    for window, losses in window_losses(scorer, documents, windows, batch_tokens, bar):
+    for window, losses in window_losses(scorer, documents, windows, batch_tokens, progress):
         losses_of[window.document][window.first - 1 : window.stop - 1] = losses
     return losses_of
 
@@ -80,11 +79,11 @@ def document_sums(
     documents: Sequence[np.ndarray],
     windows: Sequence[Window],
     batch_tokens: int,
-    bar: tqdm[Any] | None = None,
+    progress: Progress | None = None,
 ) -> np.ndarray:
     """Sum of the losses of each document's scored targets `[documents]`, float64 nats."""
     sums = np.zeros(len(documents))
-    for window, losses in window_losses(scorer, documents, windows, batch_tokens, bar):
+    for window, losses in window_losses(scorer, documents, windows, batch_tokens, progress):
         sums[window.document] += losses.sum()
     return sums
 

@@ -18,6 +18,7 @@ from alibi_lm.evals.perplexity.protocols import window_losses
 from alibi_lm.evals.perplexity.result import LossGapRow
 from alibi_lm.evals.perplexity.windows import Window
 from alibi_lm.evals.statistics import MIN_DOCUMENTS, bootstrap_means
+from alibi_lm.utils.progress import Progress
 
 TRUNCATED_CONTEXT = (
     "Truncated-context baseline of L tokens. One seeded sample of targets, the same at every "
@@ -79,6 +80,11 @@ class Sample:
         """Tokens of context `[n]` in non-overlapping windows of `length`."""
         return (self.target - 1) % length + 1
 
+    def longest_context(self, lengths: Sequence[int]) -> np.ndarray:
+        """The most tokens of context `[n]` that one of the lengths gives."""
+        longest: np.ndarray = np.max([self.context(length) for length in lengths], axis=0)
+        return longest
+
 
 def draw(documents: Sequence[np.ndarray], size: int, seed: int) -> Sample:
     """`size` different targets, each as likely as any other; all of them where there are fewer."""
@@ -98,16 +104,16 @@ def cut_losses(
     context_length: int,
     lengths: Sequence[int],
     batch_tokens: int,
+    progress: Progress | None = None,
 ) -> np.ndarray:
     """Losses `[n]` with so many tokens of context; NaN where no length gives more than that."""
-    longest = np.max([sample.context(length) for length in lengths], axis=0)
     places = {
         (int(sample.document[i]), int(sample.target[i])): i
-        for i in np.flatnonzero(longest > context_length)
+        for i in np.flatnonzero(sample.longest_context(lengths) > context_length)
     }
     windows = [Window(d, target - context_length, target, target + 1) for d, target in places]
     cut = np.full(len(sample.target), np.nan)
-    for window, losses in window_losses(scorer, documents, windows, batch_tokens):
+    for window, losses in window_losses(scorer, documents, windows, batch_tokens, progress):
         cut[places[window.document, window.first]] = losses[0]
     return cut
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -79,12 +78,14 @@ class Retrieval(Eval[RetrievalConfig, RetrievalResult]):
         chosen = chosen_lengths(eval_model, config.lengths)
         haystack = Haystack(tokenizer, files)
         fitting, left_out = fitting_cells(tasks, chosen, haystack, config.lengths is not None)
-        scorer = scorer or eval_model.scorer(
-            config.precision, config.pruning_tolerance, config.scaling
-        )
-        started = time.perf_counter()
-        counts = score_all(scorer, tokenizer, fitting, config, eval_model.training_length)
-        seconds = time.perf_counter() - started
+        own = None
+        if scorer is None:
+            scorer = own = eval_model.scorer(
+                config.precision, config.pruning_tolerance, config.scaling
+            )
+        training_length = eval_model.training_length
+        with self.parts(eval_model, config, files, own, len(fitting)) as parts:
+            counts, seconds = score_all(scorer, tokenizer, fitting, config, training_length, parts)
         return RetrievalResult(
             **self.common(eval_model, config, files),
             protocol=PROTOCOL,

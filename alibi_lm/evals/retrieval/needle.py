@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from matplotlib.figure import Figure
-from tqdm import tqdm
 
 from alibi_lm.data.tokenizer import Tokenizer
 from alibi_lm.evals.base import Comparison, Eval, chosen_lengths, register
 from alibi_lm.evals.config import NeedleConfig
 from alibi_lm.evals.models.base import EvalModel
 from alibi_lm.evals.models.scorer import PromptScores, Scorer
+from alibi_lm.evals.parts import Parts
 from alibi_lm.evals.retrieval import display
 from alibi_lm.evals.retrieval.distance_bins import Bin, distance_bin
 from alibi_lm.evals.retrieval.needle_prompts import NUM_CANDIDATES, PromptMaker, Trial, says
@@ -32,6 +33,7 @@ from alibi_lm.evals.statistics import Share
 from alibi_lm.tasks.statements import ANSWER, END, NUM_DIGITS, STATEMENT
 from alibi_lm.utils.errors import ConfigError
 from alibi_lm.utils.logging import console
+from alibi_lm.utils.progress import Progress
 
 PROTOCOL = (
     "A haystack of consecutive tokens from a random place of the corpus holds one line that states "
@@ -77,6 +79,20 @@ class Tally:
         )
 
 
+class Outcome(NamedTuple):
+    """What came of one prompt."""
+
+    depth: float | None
+    """None: a control, for which the rest says nothing."""
+    ranked: bool
+    generated: bool
+    distance: int = 0
+    """Tokens from the needle to the end of the prompt."""
+    at_line_end: bool = True
+    walk: int = 0
+    """Tokens between the asked place and the needle's."""
+
+
 @dataclass
 class Grid:
     """Counts of a whole grid."""
@@ -90,6 +106,17 @@ class Grid:
     """Needles put inside a line, because no line ended near."""
     largest_walk: int = 0
     """Most tokens between the asked place and the end of a line taken."""
+
+    def add(self, length: int, outcome: Outcome) -> None:
+        """Count one prompt."""
+        scores = outcome.ranked, outcome.generated
+        if outcome.depth is None:
+            self.controls[length].add(*scores)
+            return
+        self.cells[length, outcome.depth].add(*scores)
+        self.bins[distance_bin(outcome.distance, self.training_length)].add(*scores)
+        self.num_placed_exactly += not outcome.at_line_end
+        self.largest_walk = max(self.largest_walk, outcome.walk)
 
 
 def usable_lengths(maker: PromptMaker, lengths: list[int], asked_for: bool) -> list[int]:
@@ -120,23 +147,33 @@ def score_grid(
     lengths: Sequence[int],
     config: NeedleConfig,
     training_length: int,
-) -> Grid:
-    """Put every prompt of the grid, and every control, to the model."""
-    grid = Grid(training_length)
-    per_trial = len(config.depths) + 1
-    total = sum(lengths) * config.num_trials * per_trial
-    quiet = console.muted or None
-    with tqdm(total=total, unit="tok", unit_scale=True, desc="needle", disable=quiet) as bar:
+    parts: Parts | None = None,
+) -> tuple[Grid, float]:
+    """Put every prompt of the grid, and every control, to the model; each length is a part.
+
+    Returns:
+        The counts, and seconds.
+    """
+    parts, grid, seconds = parts or Parts(), Grid(training_length), 0.0
+    per_length = config.num_trials * (len(config.depths) + 1)
+
+    def outcomes(length: int) -> list[Outcome]:
+        result: list[Outcome] = []
+        for batch in _batches(maker, length, config, scorer.dp_size):
+            tokens = torch.from_numpy(np.stack([prompt for _, _, prompt in batch]))
+            candidates = _candidates([trial for trial, _, _ in batch])
+            answers = scorer.loglikelihood_and_generate(tokens, candidates, maker.num_answer_tokens)
+            result += _outcomes(tokenizer, batch, answers)
+            progress.advance(length * len(batch))
+        return result
+
+    with Progress("needle", sum(lengths) * per_length, unit="tok") as progress:
         for length in lengths:
-            for batch in _batches(maker, length, config, scorer.dp_size):
-                tokens = torch.from_numpy(np.stack([prompt for _, _, prompt in batch]))
-                trials = [trial for trial, _, _ in batch]
-                answers = scorer.loglikelihood_and_generate(
-                    tokens, _candidates(trials), maker.num_answer_tokens
-                )
-                _count(grid, tokenizer, length, batch, answers)
-                bar.update(length * len(batch))
-    return grid
+            part = parts.run(str(length), partial(outcomes, length), progress, length * per_length)
+            seconds += part.seconds
+            for outcome in part.value:
+                grid.add(length, Outcome(*outcome))
+    return grid, seconds
 
 
 Prompt = tuple[Trial, float | None, np.ndarray]
@@ -167,23 +204,20 @@ def _candidates(trials: Sequence[Trial]) -> torch.Tensor:
     return torch.tensor([[answer.tokens for answer in trial.candidates] for trial in trials])
 
 
-def _count(
-    grid: Grid, tokenizer: Tokenizer, length: int, batch: Sequence[Prompt], answers: PromptScores
-) -> None:
+def _outcomes(
+    tokenizer: Tokenizer, batch: Sequence[Prompt], answers: PromptScores
+) -> Iterator[Outcome]:
     # Candidates are in random order, so a model that rates all alike is right at chance.
     best = answers.loglikelihoods.argmax(1).tolist()
     for (trial, depth, _), choice, new in zip(batch, best, answers.generated.tolist(), strict=True):
         ranked = choice == trial.truth
         generated = says(tokenizer.decode(new), trial.answer.number)
         if depth is None:
-            grid.controls[length].add(ranked, generated)
+            yield Outcome(None, ranked, generated)
             continue
-        grid.cells[length, depth].add(ranked, generated)
-        bin_ = distance_bin(trial.distance(depth), grid.training_length)
-        grid.bins[bin_].add(ranked, generated)
         position, at_line_end = trial.place(depth)
-        grid.num_placed_exactly += not at_line_end
-        grid.largest_walk = max(grid.largest_walk, round(depth * trial.answer_budget) - position)
+        walk = round(depth * trial.answer_budget) - position
+        yield Outcome(depth, ranked, generated, trial.distance(depth), at_line_end, walk)
 
 
 @register
@@ -211,13 +245,16 @@ class Needle(Eval[NeedleConfig, NeedleResult]):
         maker = PromptMaker(tokenizer, files, config.seed, config.num_distractors)
         chosen = chosen_lengths(eval_model, config.lengths)
         lengths = usable_lengths(maker, chosen, config.lengths is not None)
-        scorer = scorer or eval_model.scorer(
-            config.precision, config.pruning_tolerance, config.scaling
-        )
+        own = None
+        if scorer is None:
+            scorer = own = eval_model.scorer(
+                config.precision, config.pruning_tolerance, config.scaling
+            )
         training_length = eval_model.training_length
-        started = time.perf_counter()
-        grid = score_grid(scorer, maker, tokenizer, lengths, config, training_length)
-        seconds = time.perf_counter() - started
+        with self.parts(eval_model, config, files, own, len(lengths)) as parts:
+            grid, seconds = score_grid(
+                scorer, maker, tokenizer, lengths, config, training_length, parts
+            )
         question = STATEMENT.format(key=(example := maker.trial(lengths[0], 0)).key)
         cells = [
             NeedleCell(length=length, depth=depth, **vars(grid.cells[length, depth].scores()))

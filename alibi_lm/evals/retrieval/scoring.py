@@ -6,22 +6,24 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import takewhile
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from alibi_lm.data.tokenizer import Tokenizer
 from alibi_lm.evals.config import RetrievalConfig
 from alibi_lm.evals.models.scorer import Scorer
+from alibi_lm.evals.parts import Parts
 from alibi_lm.evals.retrieval.distance_bins import Bin, distance_bin
 from alibi_lm.evals.retrieval.result import Scores
 from alibi_lm.evals.statistics import Share
 from alibi_lm.tasks.metrics import METRICS
 from alibi_lm.tasks.passkey import Passkey
 from alibi_lm.tasks.prompt import Prompt, Task
-from alibi_lm.utils.logging import console
+from alibi_lm.utils.progress import Progress
 
 
 @dataclass
@@ -71,6 +73,20 @@ class CellTally:
     most: int = 0
 
 
+class Outcome(NamedTuple):
+    """What came of one prompt."""
+
+    control: bool
+    length: int
+    """The prompt's real length."""
+    distance: int
+    """Tokens from the farthest needed fact to the end of the prompt."""
+    asked: int | None
+    """The distance that was asked for, of a passkey."""
+    score: float
+    ranked: bool | None
+
+
 @dataclass
 class Counts:
     """Everything that was counted."""
@@ -81,23 +97,21 @@ class Counts:
     asked: dict[tuple[int, int], Tally] = field(default_factory=lambda: defaultdict(Tally))
     """The passkey's, by length and asked distance."""
 
-    def add(
-        self, task: str, length: int, prompt: Prompt, control: bool, score: float,
-        ranked: bool | None,
-    ) -> None:  # fmt: skip
+    def add(self, task: str, length: int, outcome: Outcome) -> None:
         """Count one prompt of a task and length."""
         cell = self.cells[task, length]
-        if control:
+        score, ranked = outcome.score, outcome.ranked
+        if outcome.control:
             cell.control.add(score, ranked)
             return
-        cell.least = min(cell.least or prompt.length, prompt.length)
-        cell.most = max(cell.most, prompt.length)
-        far = prompt.distance > self.training_length
+        cell.least = min(cell.least or outcome.length, outcome.length)
+        cell.most = max(cell.most, outcome.length)
+        far = outcome.distance > self.training_length
         for tally in (cell.all, cell.far if far else cell.near):
             tally.add(score, ranked)
-        self.bins[task, distance_bin(prompt.distance, self.training_length)].add(score, ranked)
-        if "asked" in prompt.counts:
-            self.asked[length, prompt.counts["asked"]].add(score, ranked)
+        self.bins[task, distance_bin(outcome.distance, self.training_length)].add(score, ranked)
+        if outcome.asked is not None:
+            self.asked[length, outcome.asked].add(score, ranked)
 
 
 Item = tuple[Prompt, bool]
@@ -111,25 +125,43 @@ def num_prompts(task: Task, config: RetrievalConfig) -> int:
 
 
 def score_all(
-    scorer: Scorer, tokenizer: Tokenizer, cells: Sequence[tuple[Task, int]],
-    config: RetrievalConfig, training_length: int,
-) -> Counts:  # fmt: skip
-    """Put the prompts of every cell, and its controls, to the model."""
-    counts = Counts(training_length)
+    scorer: Scorer,
+    tokenizer: Tokenizer,
+    cells: Sequence[tuple[Task, int]],
+    config: RetrievalConfig,
+    training_length: int,
+    parts: Parts,
+) -> tuple[Counts, float]:
+    """Put the prompts of every cell, and its controls, to the model; each cell is a part.
+
+    Returns:
+        The counts, and seconds.
+    """
+    counts, seconds = Counts(training_length), 0.0
     controls = math.ceil(config.num_trials / 2)
-    total = sum(length * (num_prompts(task, config) + controls) for task, length in cells)
-    quiet = console.muted or None
-    with tqdm(total=total, unit="tok", unit_scale=True, desc="retrieval", disable=quiet) as bar:
-        for task, length in cells:
-            bar.set_postfix_str(f"{task.name} {length}", refresh=False)
-            items = [(index, False) for index in range(num_prompts(task, config))]
-            items += [(index, True) for index in range(controls)]
-            prompts = ((task.prompt(length, *item), item[1]) for item in items)
-            for batch in equal_batches(prompts, config.batch_tokens, scorer.dp_size):
-                for item, result in zip(batch, _ask(scorer, tokenizer, task, batch), strict=True):
-                    counts.add(task.name, length, *item, *result)
-                bar.update(length * len(batch))
-    return counts
+    sizes = [length * (num_prompts(task, config) + controls) for task, length in cells]
+
+    def outcomes(task: Task, length: int) -> list[Outcome]:
+        items = [(index, False) for index in range(num_prompts(task, config))]
+        items += [(index, True) for index in range(controls)]
+        prompts = ((task.prompt(length, *item), item[1]) for item in items)
+        result = []
+        for batch in equal_batches(prompts, config.batch_tokens, scorer.dp_size):
+            answers = _ask(scorer, tokenizer, task, batch)
+            for (prompt, control), answer in zip(batch, answers, strict=True):
+                facts = (control, prompt.length, prompt.distance, prompt.counts.get("asked"))
+                result.append(Outcome(*facts, *answer))
+            progress.advance(length * len(batch))
+        return result
+
+    with Progress("retrieval", sum(sizes), unit="tok") as progress:
+        for (task, length), size in zip(cells, sizes, strict=True):
+            compute = partial(outcomes, task, length)
+            part = parts.run(f"{task.name} {length}", compute, progress, size)
+            seconds += part.seconds
+            for outcome in part.value:
+                counts.add(task.name, length, Outcome(*outcome))
+    return counts, seconds
 
 
 def equal_batches(

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from alibi_lm.checkpoint.step import Checkpoint
 from alibi_lm.config_loading import build, to_dict
@@ -30,6 +29,7 @@ from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.decoder import Decoder
 from alibi_lm.model.inference.kv_cache import KVCache, LayerKVCache
 from alibi_lm.utils.files import stored_object, write_json
+from alibi_lm.utils.progress import Progress
 
 RESULT = "claims_measurements.json"
 BATCH_TOKENS = 16384
@@ -76,9 +76,12 @@ def measure_text(checkpoint: Checkpoint, settings: GroupConfig) -> dict[str, Any
     scorer = NativeScorer(decoder)
     windows = {length: non_overlapping_windows(documents, length) for length in lengths}
     losses = {}
-    for length in tqdm(lengths, desc=str(checkpoint.run_folder), disable=None):
-        losses[length] = protocols.target_losses(scorer, documents, windows[length], BATCH_TOKENS)
     targets = sum(len(document) - 1 for document in documents)
+    with Progress(str(checkpoint.run_folder), targets * len(lengths), unit="tok") as progress:
+        for length in lengths:
+            losses[length] = protocols.target_losses(
+                scorer, documents, windows[length], BATCH_TOKENS, progress
+            )
     sizes = target_bytes(documents, checkpoint.tokenizer())
     result: dict[str, Any] = {
         "losses": {
@@ -137,7 +140,7 @@ def measure_recall(checkpoint: Checkpoint, settings: GroupConfig) -> dict[str, A
             }
             for length in lengths
             for (_, high), tally in sorted(
-                score_grid(scorer, maker, tokenizer, [length], config, trained).bins.items()
+                score_grid(scorer, maker, tokenizer, [length], config, trained)[0].bins.items()
             )
         ]
     return {"variants": results}
