@@ -108,7 +108,9 @@ def _interrupts_named(output: Path) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         work = output / ".partial"
-        kept = f"prepare keeps what is done in {work}; run the same command to resume"
+        kept = "nothing is kept"
+        if work.exists():
+            kept = f"prepare keeps what is done in {work}; run the same command to resume"
         raise UserInterrupt(f"interrupted: {kept}") from None
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES):

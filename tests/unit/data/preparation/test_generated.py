@@ -16,7 +16,7 @@ from alibi_lm.data.preparation import generated, tokenization
 from alibi_lm.data.preparation.prepare import prepare
 from alibi_lm.data.tokenizer import load_tokenizer
 from alibi_lm.tasks import passkey
-from alibi_lm.utils.errors import ConfigError, DataError
+from alibi_lm.utils.errors import ConfigError, DataError, UserInterrupt
 
 LINE = "def {0}(value): return {0}_of(value, {1})  # a line of the corpus\n"
 
@@ -115,8 +115,10 @@ def test_stopped_in_the_middle_the_same_command_gives_the_same_bytes(
     monkeypatch.setattr("alibi_lm.data.preparation.prepare.document_generator", dying)
     monkeypatch.setattr(tokenization, "BATCH_BYTES", 4000)
     recipe = recipe_of(tmp_path / "out", corpus, num_workers=workers)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(UserInterrupt) as caught:
         prepare(recipe, record_seconds=0.0)
+    kept = f"prepare keeps what is done in {tmp_path / 'out' / '.partial'}"
+    assert str(caught.value) == f"interrupted: {kept}; run the same command to resume"
     assert not (tmp_path / "out" / "manifest.json").exists()
     prepare(recipe, record_seconds=0.0)
     assert asked[90] > 0, "it began anew"
