@@ -278,7 +278,7 @@ import alibi_lm.loaded_run
 # A job in the background of a shell starts with the signal ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-def load_run(path):
+def load_run(path, **settings):
     print("ready", flush=True)
     time.sleep(600)
 

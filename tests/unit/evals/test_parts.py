@@ -126,7 +126,7 @@ def scorer_of(name: str, tokenizer: Any) -> Any:
         return CopyingScorer(200)
     if name == "retrieval":
         return SolvingByPrompt(tokenizer, 400)
-    shape = {"num_layers": 1, "hidden_size": 16, "num_heads": 2}
+    shape: dict[str, Any] = {"num_layers": 1, "hidden_size": 16, "num_heads": 2}
     decoder = Decoder(ModelConfig(vocab_size=VOCAB_SIZE, **shape), seed=3)
     with torch.no_grad():
         for parameter in decoder.parameters():
