@@ -113,7 +113,7 @@ class Run:
         """
         start = self._ids(prompt)
         new: list[int] = []
-        told = 0
+        sent = 0
         tokens = generation.stream(
             self.decoder, start, max_new_tokens, temperature=temperature, top_k=top_k,
             top_p=top_p, seed=seed, eos_id=self.tokenizer.stop_ids,
@@ -124,13 +124,13 @@ class Run:
             text = self._continuation(start, new)
             cut = _cut(text, stop)
             if len(cut) < len(text):
-                yield cut[told:]
+                yield cut[sent:]
                 return
             certain = _certain(text, stop)
-            if certain > told:
-                yield text[told:certain]
-                told = certain
-        yield self._continuation(start, new)[told:]
+            if certain > sent:
+                yield text[sent:certain]
+                sent = certain
+        yield self._continuation(start, new)[sent:]
 
     def _ids(self, prompt: str) -> list[int]:
         return self.tokenizer.encode(prompt) or [self.tokenizer.eos_id]

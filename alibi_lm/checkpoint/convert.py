@@ -50,8 +50,8 @@ def convert(source: Path, out: Path, *, num_shards: int = 1, weights_only: bool 
 
     The tensors lie one after another in `num_shards` files of equal size (fewer where there are
     fewer elements); bits do not change. `weights_only` leaves Adam's moments out: such a folder
-    can be judged, exported and given to `train.init_from`, but no run can go on from it. Besides
-    the file cache, a few MiB of memory are used, whatever the size of the model.
+    can be evaluated, exported and given to `train.init_from`, but no run can resume from it.
+    Besides the file cache, a few MiB of memory are used, whatever the size of the model.
 
     Raises:
         CheckpointError: `out` is there already, or its name is another step's; there is no

@@ -192,7 +192,7 @@ def resolve_step(path: Path) -> Path:
     if not folders:
         if (path / "config.json").is_file():
             rule = "is a Hugging Face folder, and a run is needed here"
-            fix = "judge it as hf:FOLDER, or make a run of it with `alibi-lm import`"
+            fix = "evaluate it as hf:FOLDER, or make a run of it with `alibi-lm import`"
         elif _STEP.match(path.name):
             rule, fix = "is not a complete checkpoint (no meta.json)", "choose another step"
         else:

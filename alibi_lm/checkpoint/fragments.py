@@ -5,9 +5,11 @@ A checkpoint holds, for each parameter and each kind of state (`param`, `exp_avg
 fragment does not matter to a reader, so a checkpoint can be read back under any number of ranks,
 any ZeRO stage and any split of the tensors, and each reader touches only the bytes that it needs.
 
-A fragment is a run of elements, keyed `NAME|KIND|START`; or, of a tensor of which a rank holds a
-slice of the columns, runs of LENGTH elements whose starts lie STRIDE apart, one after another,
-the last perhaps cut short, keyed `NAME|KIND|START:LENGTH:STRIDE` (since format 2).
+A fragment's key says which elements it holds:
+
+- `NAME|KIND|START`: consecutive elements from START.
+- `NAME|KIND|START:LENGTH:STRIDE` (since format 2): LENGTH elements at START, START + STRIDE, and so
+  on; the last stretch may be shorter. A rank that holds some columns of a tensor writes it so.
 """
 
 from __future__ import annotations
@@ -43,30 +45,32 @@ def fragment_key(name: str, kind: str, where: int | StridedSlice) -> str:
 
 @dataclass(frozen=True)
 class _Piece:
-    run: StridedSlice
+    strided: StridedSlice
     file: Any
     key: str
 
     def copy_into(self, result: torch.Tensor, start: int) -> None:
         """Copy what lies in elements [start, start + numel) of the tensor into `result`, those."""
-        run, stop = self.run, start + result.numel()
+        strided, stop = self.strided, start + result.numel()
         # The runs that overlap: from the first that ends after `start` to those before `stop`.
-        first = max(0, -(-(start - run.start - run.length + 1) // run.stride))
-        last = min(-(-run.numel // run.length), -(-(stop - run.start) // run.stride))
+        first = max(0, -(-(start - strided.start - strided.length + 1) // strided.stride))
+        last = min(
+            -(-strided.numel // strided.length), -(-(stop - strided.start) // strided.stride)
+        )
         if first >= last:
             return
-        low = first * run.length
-        stored = self.file.get_slice(self.key)[low : min(run.numel, last * run.length)]
+        low = first * strided.length
+        stored = self.file.get_slice(self.key)[low : min(strided.numel, last * strided.length)]
         while first < last:
-            place = run.start + first * run.stride
-            count = min(run.length, stored.numel())
+            place = strided.start + first * strided.stride
+            count = min(strided.length, stored.numel())
             skipped = max(0, start - place)
-            whole = min(stored.numel() // run.length, (stop - place) // run.stride)
+            whole = min(stored.numel() // strided.length, (stop - place) // strided.stride)
             if skipped == 0 and whole > 1:
-                shape, strides = (whole, run.length), (run.stride, 1)
+                shape, strides = (whole, strided.length), (strided.stride, 1)
                 target = result.as_strided(shape, strides, place - start)
-                target.copy_(stored[: whole * run.length].view(shape))
-                first, stored = first + whole, stored[whole * run.length :]
+                target.copy_(stored[: whole * strided.length].view(shape))
+                first, stored = first + whole, stored[whole * strided.length :]
                 continue
             kept = min(count, stop - place)
             if skipped < kept:
@@ -121,14 +125,14 @@ class FragmentReader(StridedReader):
             numel = file.get_slice(key).get_shape()[0]
             start, *rest = map(int, place.split(":"))
             length, stride = rest or (numel, numel)
-            run = StridedSlice(start, numel, length, stride)
-            self._pieces.setdefault((name, kind), []).append(_Piece(run, file, key))
+            strided = StridedSlice(start, numel, length, stride)
+            self._pieces.setdefault((name, kind), []).append(_Piece(strided, file, key))
 
     def _check_cover(self) -> None:
         problems = []
         for name, shape in self.shapes.items():
             for kind in self.kinds:
-                end = _covered([piece.run for piece in self._pieces.get((name, kind), ())])
+                end = _covered([piece.strided for piece in self._pieces.get((name, kind), ())])
                 if end != math.prod(shape):
                     rule = f"{kind} has elements up to {end} of {math.prod(shape)}"
                     problems.append(Problem(name, None, rule, "use another checkpoint"))
@@ -159,20 +163,23 @@ class FragmentReader(StridedReader):
             yield name, self.tensor(name, kind)
 
 
-def _covered(runs: Sequence[StridedSlice]) -> int:
-    """Up to which element the runs cover a tensor from its start, each element exactly once."""
-    if all(run.is_contiguous for run in runs):
-        starts = np.array([run.start for run in runs], dtype=np.int64)
-        lengths = np.array([run.numel for run in runs], dtype=np.int64)
+def _covered(slices: Sequence[StridedSlice]) -> int:
+    """Up to which element the slices cover a tensor from its start, each element exactly once."""
+    if all(strided.is_contiguous for strided in slices):
+        starts = np.array([strided.start for strided in slices], dtype=np.int64)
+        lengths = np.array([strided.numel for strided in slices], dtype=np.int64)
     else:
-        counts = [np.arange(-(-run.numel // run.length)) for run in runs]
+        counts = [np.arange(-(-strided.numel // strided.length)) for strided in slices]
         starts = np.concatenate(
-            [run.start + run.stride * count for run, count in zip(runs, counts, strict=True)]
+            [
+                strided.start + strided.stride * count
+                for strided, count in zip(slices, counts, strict=True)
+            ]
         )
         lengths = np.concatenate(
             [
-                np.minimum(run.length, run.numel - run.length * count)
-                for run, count in zip(runs, counts, strict=True)
+                np.minimum(strided.length, strided.numel - strided.length * count)
+                for strided, count in zip(slices, counts, strict=True)
             ]
         )
     order = np.argsort(starts, kind="stable")

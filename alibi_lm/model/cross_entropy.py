@@ -18,7 +18,7 @@ IGNORED = -100
 # Logits of one product, in the dtype of the model: more rows than this are done in portions.
 # Fewer rows than 512 make slow products.
 LOGITS_AT_ONCE = 1 << 27
-# Where there are more logits than this, those of the portions are made again in the backward pass.
+# Where there are more logits than this, those of the portions are recomputed in the backward pass.
 LOGITS_KEPT = 1 << 28
 ROWS_AT_ONCE = 512
 # fp32 values of one softmax: 4 MiB stay in a core's cache over its passes.
@@ -86,7 +86,7 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
     parts = (x.split(ctx.rows) for x in (hidden, targets, grad.contiguous(), d_hidden))
     for index, (part, labels, scale, out) in enumerate(zip(*parts, strict=True)):
         logits = kept[index] if kept else F.linear(part, weight)
-        # Logits that were made again are nobody else's: their gradient takes their place.
+        # Recomputed logits are not needed again, so the gradient overwrites them.
         d_logits = torch.empty_like(logits) if kept else logits
         if ctx.backend:
             ctx.backend.loss_backward(logits, labels, logsumexps[index], scale, d_logits)

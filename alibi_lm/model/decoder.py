@@ -56,8 +56,8 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Logits [B, T, V] of tokens [B, T], or, given targets [B, T], their losses fp32 [B, T].
 
-        A target of -100 has loss 0 and stays in the result, so `.mean()` divides by it too: take
-        `losses.sum() / (targets != -100).sum()` instead.
+        Ignored targets (-100) count in `.mean()`; for the mean over the others, take
+        `losses.sum() / (targets != -100).sum()`.
 
         With a cache, the tokens follow those that it holds, and are added to it.
         """
@@ -70,9 +70,9 @@ class Decoder(nn.Module):
     def hidden_states(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
         """The residual stream [B, T, hidden_size] after the last block, before the final norm."""
         hidden = self.embedding(tokens, 0 if cache is None else cache.length)
-        again = self.activation_checkpointing and cache is None and torch.is_grad_enabled()
+        recompute = self.activation_checkpointing and cache is None and torch.is_grad_enabled()
         for index, block in enumerate(self.blocks):
-            if again:
+            if recompute:
                 hidden = checkpoint(cast(Block, block), hidden, use_reentrant=False)
             else:
                 hidden = block(hidden, None if cache is None else cache.layers[index])
@@ -127,10 +127,10 @@ def filled_decoder(
     for name, parameter in decoder.named_parameters():
         shard, flat = shards[name], parameter.view(-1)
         if shard is None:
-            runs = [(0, StridedSlice.contiguous(0, flat.numel()))]
+            slices = [(0, StridedSlice.contiguous(0, flat.numel()))]
         else:
             parameter.zero_()  # padding stays so
-            name, runs = shard.canonical_name(name), list(shard.runs(0, flat.numel()))
-        for first, run in runs:
-            flat[first : first + run.numel] = reader.read_slice(name, "param", run)
+            name, slices = shard.canonical_name(name), list(shard.slices(0, flat.numel()))
+        for first, strided in slices:
+            flat[first : first + strided.numel] = reader.read_slice(name, "param", strided)
     return decoder.eval()

@@ -110,5 +110,5 @@ def initialize(
         values = InitialValues(config, seed, {name: shard.shape})
         parameter.zero_()  # padding stays so
         flat = parameter.view(-1)
-        for first, run in shard.runs(0, parameter.numel()):
-            flat[first : first + run.numel] = values.read_slice(name, "param", run)
+        for first, strided in shard.slices(0, parameter.numel()):
+            flat[first : first + strided.numel] = values.read_slice(name, "param", strided)

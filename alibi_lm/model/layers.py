@@ -1,6 +1,6 @@
 """Embedding, Block and Head: one tensor in, one tensor out.
 
-The parameters are left unset here; `initial.initialize` draws them.
+The parameters are left unset here; `init.initialize` draws them.
 """
 
 from __future__ import annotations
@@ -160,8 +160,8 @@ class Attention(nn.Module):
         q, k, v = self.project(hidden)
         if self.config.position == "rotary":
             start = 0 if cache is None else cache.length
-            how = (start, self.rotation.frequencies, self.rotation.magnitude)
-            q, k = rotate(q, *how), rotate(k, *how)
+            rotary_args = (start, self.rotation.frequencies, self.rotation.magnitude)
+            q, k = rotate(q, *rotary_args), rotate(k, *rotary_args)
         if isinstance(cache, PrunedKVLayer):
             assert self.exact_slopes is not None
             return self.output(cache.attend(q, k, v, self.exact_slopes).transpose(1, 2).flatten(2))

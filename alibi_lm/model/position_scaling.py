@@ -21,11 +21,10 @@ as they are, those that turn less often than the second are interpolated in full
 def head_slopes(config: ModelConfig) -> tuple[float, ...] | None:
     """The slopes of all heads, scaled; learned ones as they are at the start. None: no linear bias.
 
-    linear divides every slope by the factor s (Position Interpolation for ALiBi, Al-Khateeb et al.
-    2023). ntk divides head h of H by s^((h - 1)/(H - 1)), so that the steepest keeps its slope and
-    the flattest is divided by s; with a head count that is no power of two, the exponent is the
-    head's place between the steepest and the flattest slope on a logarithmic scale, which is the
-    same thing for a power of two.
+    linear: m_h / s (Position Interpolation for ALiBi, Al-Khateeb et al. 2023).
+    ntk with H a power of two: m_h / s^((h - 1)/(H - 1)), so the steepest head keeps its slope and
+    the flattest is divided by s.
+    ntk in general: the exponent is (ln m_max - ln m_h) / (ln m_max - ln m_min).
     """
     if config.position not in ("alibi", "alibi_learned"):
         return None

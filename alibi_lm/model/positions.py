@@ -1,7 +1,7 @@
-"""The position schemes that ALiBi is compared with. All take any length, learned aside.
+"""The position schemes that ALiBi is compared with. All take any length, except learned.
 
-Tables are made in double precision when asked for, so that a far position is as exact as a near
-one, and rounded to fp32 once.
+Tables are computed in double precision on first use and rounded to fp32 once, so distant positions
+are as exact as early ones.
 """
 
 from __future__ import annotations

@@ -33,7 +33,9 @@ def output_losses(
 def split_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, tp: ParallelDim
 ) -> Tensor:
-    """`loss.linear_cross_entropy` with the rank's rows of the weight; the same on every rank.
+    """`cross_entropy.linear_cross_entropy` with the rank's rows of the weight.
+
+    All ranks get the same result.
 
     Products are in the dtype of hidden (or autocast's), softmax and losses in fp32. No rank sees
     another's logits: the ranks exchange three numbers a target (Shoeybi et al. 2019, section 3).
@@ -64,7 +66,7 @@ class _Split(torch.autograd.Function):
         share = weight.shape[0]
         ctx.tp = tp
         ctx.rows = max(ROWS_AT_ONCE, SPLIT_LOGITS_AT_ONCE // share)
-        ctx.real = min(share, max(0, vocab_size - tp.rank * share))
+        ctx.num_local_rows = min(share, max(0, vocab_size - tp.rank * share))
         local = _local(targets, tp, share)
         # Highest logit, sum of exponentials relative to it, and the target's logit.
         highest, total, wanted = hidden.new_empty(3, len(targets), dtype=torch.float32)
@@ -72,7 +74,7 @@ class _Split(torch.autograd.Function):
         for part, labels, high, sum_, logit in zip(
             *(x.split(ctx.rows) for x in (hidden, local, highest, total, wanted)), strict=True
         ):
-            logits = F.linear(part, weight[: ctx.real])
+            logits = F.linear(part, weight[: ctx.num_local_rows])
             _local_parts(logits, labels, high, sum_, logit)
             if len(hidden) <= ctx.rows:
                 kept = [logits]
@@ -115,7 +117,7 @@ def _local_parts(
 
 def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
     hidden, weight, targets, local, log_total, *kept = ctx.saved_tensors
-    rows = weight[: ctx.real]
+    rows = weight[: ctx.num_local_rows]
     d_hidden = torch.empty_like(hidden)
     d_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
     scale = grad.masked_fill(targets == IGNORED, 0.0)
@@ -124,11 +126,11 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
     ):
         logits = kept[0] if kept else F.linear(part, rows)
         shares = logits.to(torch.float32, copy=bool(kept)).sub_(top[:, None]).exp_()
-        if ctx.real:
+        if ctx.num_local_rows:
             hit = (labels >= 0).to(shares.dtype)
             shares.scatter_add_(1, labels.clamp(min=0)[:, None], -hit[:, None])
         d_logits = shares.mul_(factors[:, None]).to(hidden.dtype)
         torch.mm(d_logits, rows, out=out)
-        add_product(d_weight[: ctx.real], d_logits, part)
+        add_product(d_weight[: ctx.num_local_rows], d_logits, part)
     dist.all_reduce(d_hidden, group=ctx.tp.group)
     return d_hidden, d_weight.to(weight.dtype)

@@ -62,9 +62,9 @@ class Shard:
     """The intervals that the rank holds, in its order."""
     length: int
     """The rank's indices of that dimension; those beyond the intervals are padding, always 0."""
-    counts: bool = True
-    """Whether this rank's copy counts in norms and is written to checkpoints; of several ranks
-    that hold the same elements, one does."""
+    is_primary_copy: bool = True
+    """Whether norms and checkpoints take these elements from this rank; of several ranks with the
+    same elements, one is primary."""
     name: str | None = None
     """Last part of the whole tensor's name, where the rank's parameter is called otherwise."""
 
@@ -81,7 +81,7 @@ class Shard:
             parts.append(whole.new_zeros(shape))
         return torch.cat(parts, self.dim)
 
-    def runs(self, start: int, numel: int) -> Iterator[tuple[int, StridedSlice]]:
+    def slices(self, start: int, numel: int) -> Iterator[tuple[int, StridedSlice]]:
         """Where elements [start, start + numel) of the flattened part lie in the whole tensor.
 
         Yields (first element in the part, run in the whole tensor), without the padding.
@@ -117,7 +117,7 @@ class Shard:
 def mark(parameter: Tensor, shard: Shard) -> None:
     """State how a parameter is split; DeepSpeed's norms read the second attribute."""
     parameter.shard = shard  # type: ignore[attr-defined]
-    parameter.tensor_model_parallel = shard.counts  # type: ignore[attr-defined]
+    parameter.tensor_model_parallel = shard.is_primary_copy  # type: ignore[attr-defined]
 
 
 def shard_of(parameter: nn.Parameter) -> Shard | None:
@@ -132,23 +132,27 @@ class StridedReader(ABC):
     def read(self, name: str, kind: str, start: int, numel: int) -> torch.Tensor:
         """Elements [start, start + numel) of a flattened whole tensor, fp32 `[numel]`."""
 
-    def read_slice(self, name: str, kind: str, run: StridedSlice) -> torch.Tensor:
-        """The elements of a run of a flattened whole tensor, fp32 `[run.numel]`.
+    def read_slice(self, name: str, kind: str, strided: StridedSlice) -> torch.Tensor:
+        """The elements of a run of a flattened whole tensor, fp32 `[strided.numel]`.
 
         Of strided runs, at most `_READ_AT_ONCE` elements of the tensor (or one run) are held.
         """
-        if run.is_contiguous:
-            return self.read(name, kind, run.start, run.numel)
-        result = torch.empty(run.numel, dtype=torch.float32)
-        step = max(1, _READ_AT_ONCE // run.stride)
-        for first in range(0, -(-run.numel // run.length), step):
-            out = result[first * run.length : (first + step) * run.length]
-            count, rest = divmod(out.numel(), run.length)
-            numel = (count - 1) * run.stride + run.length if not rest else count * run.stride + rest
-            block = self.read(name, kind, run.start + first * run.stride, numel)
+        if strided.is_contiguous:
+            return self.read(name, kind, strided.start, strided.numel)
+        result = torch.empty(strided.numel, dtype=torch.float32)
+        step = max(1, _READ_AT_ONCE // strided.stride)
+        for first in range(0, -(-strided.numel // strided.length), step):
+            out = result[first * strided.length : (first + step) * strided.length]
+            count, rest = divmod(out.numel(), strided.length)
+            numel = (
+                (count - 1) * strided.stride + strided.length
+                if not rest
+                else count * strided.stride + rest
+            )
+            block = self.read(name, kind, strided.start + first * strided.stride, numel)
             if count:
-                shape, strides = (count, run.length), (run.stride, 1)
-                out[: count * run.length].view(shape).copy_(block.as_strided(shape, strides))
+                shape, strides = (count, strided.length), (strided.stride, 1)
+                out[: count * strided.length].view(shape).copy_(block.as_strided(shape, strides))
             if rest:
-                out[count * run.length :] = block[count * run.stride :]
+                out[count * strided.length :] = block[count * strided.stride :]
         return result

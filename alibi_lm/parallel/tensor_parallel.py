@@ -145,14 +145,14 @@ class ColumnLinear(Linear):
         self.tp = tp
         self.copies = max(part.copies for part in parts)
         if tp.size > 1:
-            self._mark("weight", "bias", whole, own, counts=True)
+            self._mark("weight", "bias", whole, own, is_primary_copy=True)
         if copied:
             rows = sum(part.length for part in copied)
             self.copied_weight = nn.Parameter(torch.empty(rows, in_features))
             if bias:
                 self.copied_bias = nn.Parameter(torch.empty(rows))
-            counts = tp.rank % self.copies == 0
-            self._mark("copied_weight", "copied_bias", whole, copied, counts=counts)
+            is_primary = tp.rank % self.copies == 0
+            self._mark("copied_weight", "copied_bias", whole, copied, is_primary_copy=is_primary)
 
     def _mark(
         self,
@@ -161,12 +161,14 @@ class ColumnLinear(Linear):
         whole: tuple[int, int],
         intervals: tuple[Interval, ...],
         *,
-        counts: bool,
+        is_primary_copy: bool,
     ) -> None:
         length = sum(part.length for part in intervals)
-        mark(getattr(self, weight), Shard(whole, 0, intervals, length, counts, "weight"))
+        mark(getattr(self, weight), Shard(whole, 0, intervals, length, is_primary_copy, "weight"))
         if self.bias is not None:
-            mark(getattr(self, bias), Shard(whole[:1], 0, intervals, length, counts, "bias"))
+            mark(
+                getattr(self, bias), Shard(whole[:1], 0, intervals, length, is_primary_copy, "bias")
+            )
 
     def forward(self, values: Tensor) -> Tensor:
         """[..., in_features], the same on every rank, to [..., the rank's outputs]."""

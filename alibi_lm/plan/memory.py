@@ -40,7 +40,7 @@ class States:
     master: int
     """fp32 weights that the optimizer updates; none without ZeRO, which updates the weights."""
     moments: int
-    """Adam's two."""
+    """Adam's two moments."""
     buffers: int
     """Buckets for reducing gradients."""
     on_host: int = 0

@@ -92,5 +92,5 @@ def _held(name: str, parameter: nn.Parameter, tensor_rank: int) -> HeldParameter
         owned = parameter.numel() if tensor_rank == 0 else 0
     else:
         inner = math.prod(shard.shape) // shard.shape[shard.dim]
-        owned = shard.counts * inner * sum(part.length for part in shard.intervals)
+        owned = shard.is_primary_copy * inner * sum(part.length for part in shard.intervals)
     return HeldParameter(name, parameter.numel(), owned, parameter.ndim > 1)

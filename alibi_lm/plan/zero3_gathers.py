@@ -1,4 +1,4 @@
-"""Simulates how often ZeRO-3 gathers each parameter in a micro-batch, and the most whole at once.
+"""Simulates how often ZeRO-3 gathers each parameter and the peak number of gathered elements.
 
 DeepSpeed's coordinator (`zero/partitioned_param_coordinator.py`) records the order in which modules
 request their weights, prefetches by it, and keeps what is requested again soon. This module applies

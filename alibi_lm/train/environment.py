@@ -13,7 +13,7 @@ DEFAULT_PORT = 29500
 
 @dataclass(frozen=True)
 class _Launcher:
-    """The names under which a launcher tells a process its place."""
+    """The names under which a launcher passes a process its rank."""
 
     rank: str
     world_size: str

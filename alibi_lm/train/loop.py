@@ -52,7 +52,7 @@ class Loop:
         self.activity = activity
         self.run_folder = Path(config.run.dir)
         self._damaged: set[str] = set()
-        self._disk: UserError | None = None
+        self._pending_disk_error: UserError | None = None
         """The disk error of the metrics files, on the rank that writes them."""
         train = config.train
         self.tokens_per_step = train.global_batch_size * train.sequence_length
@@ -75,14 +75,14 @@ class Loop:
             batches = self._batches(step)
             self.activity.at(COMPUTING, step + 1)
             try:
-                asked = self.preemption.asked() or self._disk is not None
+                asked = self.preemption.asked() or self._pending_disk_error is not None
                 result = self.engine.step(batches, step, asked)
             except NotFinite as failure:
                 raise self._not_finite(step, failure) from None
             use_huge_pages()
             step += 1
             if result.stop:
-                raise_on_all_ranks(self._disk)
+                raise_on_all_ranks(self._pending_disk_error)
             if step % train.log_interval == 0:
                 self._log(step, result)
             interval = train.validation_interval
@@ -126,7 +126,7 @@ class Loop:
             )
         except OSError as failure:
             # The other ranks do not write; they learn of it with the next step.
-            self._disk = disk_error(failure, self.run_folder)
+            self._pending_disk_error = disk_error(failure, self.run_folder)
 
     def _paused(self, action: Callable[[int], None], step: int) -> None:
         """Run something that is not training, and leave its time out of the speed figures."""
@@ -165,8 +165,8 @@ class Loop:
         run_on_all_ranks(lambda: self._saved(step), self.run_folder)
 
     def _flush(self) -> None:
-        if self._disk is not None:
-            raise self._disk
+        if self._pending_disk_error is not None:
+            raise self._pending_disk_error
         if self.metrics is not None:
             self.metrics.flush()
 

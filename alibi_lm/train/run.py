@@ -48,7 +48,7 @@ from alibi_lm.utils.locking import exclusive_lock
 from alibi_lm.utils.logging import console
 from alibi_lm.utils.settings import UnknownSetting, applicable, examine
 
-MAY_CHANGE = ("window", "scaling", "initializer_range")
+INIT_MAY_CHANGE = ("window", "scaling", "initializer_range")
 """Keys of the model that may differ from those of `train.init_from`."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -125,7 +125,7 @@ def _pretrain(config: Config, block: dict[str, Any], activity: ActivityTracker) 
     ds_config = deepspeed_config(config, block, mesh.dp.size)
     fresh = found is None and source is None
     engine = make_engine(config, json.loads(json.dumps(ds_config)), mesh, initial=fresh)
-    with _held(run):
+    with _run_folder_lock(run):
         line = _start_line(config, training_data, engine, found, source)
         run_on_all_ranks(lambda: _prepare_run_folder(run, config, ds_config, line), run)
         if schedule_note is not None:
@@ -142,7 +142,7 @@ def _pretrain(config: Config, block: dict[str, Any], activity: ActivityTracker) 
 
 
 @contextmanager
-def _held(run: Path) -> Iterator[None]:
+def _run_folder_lock(run: Path) -> Iterator[None]:
     """Lock the run folder, so that no second job trains the same run."""
     with ExitStack() as stack:
         hold = exclusive_lock(run, CheckpointError) if rank() == 0 else nullcontext()
@@ -162,7 +162,7 @@ def _initial_weights(config: Config, training_data: TrainingData) -> Path | None
     problems = [
         Problem(f"model.{key}", model[key], f"is {source[key]!r} in {folder}", fix)
         for key in model
-        if model[key] != source[key] and key not in MAY_CHANGE
+        if model[key] != source[key] and key not in INIT_MAY_CHANGE
     ]
     tokenizer = None if training_data.tokenizer is None else training_data.tokenizer.digest
     if tokenizer != checkpoint.meta["data"]["tokenizer"]:

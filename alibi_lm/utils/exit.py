@@ -36,7 +36,7 @@ def run_and_report(work: Callable[[], int], interrupted: str, *, watched: bool) 
     Args:
         work: returns its exit code, or raises.
         interrupted: what to print at Ctrl-C.
-        watched: whether a watchdog tells the other ranks about an error that only this one has.
+        watched: whether a watchdog reports to the other ranks an error that only this one has.
     """
     try:
         return work()

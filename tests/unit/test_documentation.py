@@ -17,7 +17,7 @@ from alibi_lm.cli.main import main
 from alibi_lm.config import Config
 from alibi_lm.config_loading import build
 from alibi_lm.evals.suite import suite_class
-from alibi_lm.train.checkpointing.resume import MAY_CHANGE
+from alibi_lm.train.checkpointing.resume import RESUME_MAY_CHANGE
 
 REPOSITORY = Path(__file__).parents[2]
 SCRIPT_FOLDERS = ("launch", "data", "evals", "configs")
@@ -126,7 +126,7 @@ def test_settings_exist(page: Path) -> None:
 def test_the_checkpoints_page_lists_what_may_change_on_resume() -> None:
     text = (REPOSITORY / "docs/checkpoints.md").read_text(encoding="utf-8")
     listed = text.partition("**What may change**")[2].partition("Token files")[0]
-    assert set(re.findall(r"`([\w.]+)`", listed)) == set(MAY_CHANGE)
+    assert set(re.findall(r"`([\w.]+)`", listed)) == set(RESUME_MAY_CHANGE)
 
 
 @pytest.mark.parametrize("page", ["getting-started.md", "own-corpus.md"])

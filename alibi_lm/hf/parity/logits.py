@@ -33,7 +33,7 @@ def compare_logits(decoder: Decoder, model: Any, tokens: Tensor) -> dict[str, fl
 
     `transformers` holds the bias of the whole input in fp32, so past some thousand tokens its
     rounding alone can exceed the tolerance. Such a length is compared again in fp64, reading the
-    tokens in small steps through the cache, where the bias of near keys is small and exact.
+    tokens in small steps through the cache, where the bias of local keys is small and exact.
     """
 
     def in_fp64() -> float:

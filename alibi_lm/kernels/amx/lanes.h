@@ -23,7 +23,7 @@ inline int64_t round_up(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
-// While it lives, this thread takes numbers below 1.2e-38 for 0. Far keys' shares times small
+// While it exists, this thread takes numbers below 1.2e-38 for 0. Distant keys' shares times small
 // gradients are such numbers, and each costs a processor some hundred cycles otherwise.
 struct FlushTiny {
   FlushTiny() : saved(_mm_getcsr()) { _mm_setcsr(saved | 0x8040); }  // flush results, and operands

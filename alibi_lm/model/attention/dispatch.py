@@ -16,7 +16,7 @@ from torch import Tensor
 from alibi_lm import kernels
 from alibi_lm.model.attention import flash_attn, flex
 from alibi_lm.model.attention.eager import eager_attention
-from alibi_lm.model.attention.sdpa_cpu import sdpa_cpu_attention
+from alibi_lm.model.attention.sdpa_cpu import HALF_DTYPES, sdpa_cpu_attention
 from alibi_lm.model.pruning.block_sparse import AMX_MIN_QUERIES, training_starts
 from alibi_lm.model.slopes import Slopes, host_slopes
 
@@ -134,8 +134,6 @@ def _eager(q: Tensor, k: Tensor, v: Tensor, request: AttentionRequest) -> Tensor
     return eager_attention(q, k, v, request.slopes, request.window, request.bias)
 
 
-_HALF = frozenset({torch.bfloat16, torch.float16})
-
 # In order of preference. The GPU kernels have not been run on a GPU yet; `alibi-lm bench gpu-check`
 # does so.
 KERNELS: dict[str, AttentionKernel] = {
@@ -150,7 +148,7 @@ KERNELS: dict[str, AttentionKernel] = {
     "flash_attn": AttentionKernel(
         _flash_attn,
         frozenset({"cuda"}),
-        _HALF,
+        HALF_DTYPES,
         window=True,
         widths=(1, flash_attn.WIDEST),
         missing=flash_attn.missing,
@@ -158,18 +156,18 @@ KERNELS: dict[str, AttentionKernel] = {
     "flex": AttentionKernel(
         _flex,
         frozenset({"cuda"}),
-        _HALF | {torch.float32},
+        HALF_DTYPES | {torch.float32},
         window=True,
         pruning_min_queries=flex.MIN_PRUNED_QUERIES,
         widths=(flex.NARROWEST, flex.WIDEST),
         min_queries=flex.BLOCK,
         missing=flex.missing,
     ),
-    "sdpa_cpu": AttentionKernel(_sdpa_cpu, frozenset({"cpu"}), _HALF | {torch.float32}),
+    "sdpa_cpu": AttentionKernel(_sdpa_cpu, frozenset({"cpu"}), HALF_DTYPES | {torch.float32}),
     "eager": AttentionKernel(
         _eager,
         None,
-        _HALF | {torch.float32, torch.float64},
+        HALF_DTYPES | {torch.float32, torch.float64},
         slope_gradient=True,
         window=True,
         bias=True,

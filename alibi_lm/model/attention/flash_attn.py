@@ -1,7 +1,7 @@
 """Attention with linear biases on the flash-attn 2 package.
 
 `flash_attn_func` adds -slope |i + Tk - Tq - j| to the scores in fp32, so it aligns the queries with
-the last keys, as `attention.attention` does. It has forward and backward passes, grouped key heads
+the last keys, as `dispatch.attention` does. It has forward and backward passes, grouped key heads
 and windows.
 """
 

@@ -61,9 +61,9 @@ def attention(
     run: Callable[..., object] = flex_attention
     if q.device.type == "cuda":
         run = _compiled()
-    steepness = None if slopes is None else device_slopes(slopes, q.device)
-    mask = block_mask(q, k, steepness, window, epsilon)
-    bias = None if steepness is None else score_function(steepness, k.shape[2] - q.shape[2])
+    head_slopes = None if slopes is None else device_slopes(slopes, q.device)
+    mask = block_mask(q, k, head_slopes, window, epsilon)
+    bias = None if head_slopes is None else score_function(head_slopes, k.shape[2] - q.shape[2])
     output = run(q, k, v, score_mod=bias, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
     return cast(Tensor, output)
 
@@ -73,11 +73,11 @@ def _compiled() -> Callable[..., object]:
     return cast(Callable[..., object], torch.compile(flex_attention))
 
 
-def score_function(steepness: Tensor, offset: int) -> ScoreFunction:
+def score_function(slopes: Tensor, offset: int) -> ScoreFunction:
     """score - m_h (i - j) for m [H] fp32 and i = row + offset."""
 
     def biased(score: Tensor, batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
-        return score - steepness[head] * (row + offset - key)
+        return score - slopes[head] * (row + offset - key)
 
     return biased
 

@@ -35,7 +35,7 @@ _WIDER = {
     torch.float32: torch.float64,
 }
 
-_HALF = (torch.bfloat16, torch.float16)
+HALF_DTYPES = frozenset({torch.bfloat16, torch.float16})
 
 sdpa_cpu_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 """The kernel itself: output and log-sum-exp."""
@@ -172,11 +172,11 @@ class _Flash(torch.autograd.Function):
             grad = grad.contiguous()
         groups = q.shape[1] // k.shape[1]
         dtype = q.dtype
-        if q.shape[2] <= WIDE_BACKWARD and dtype in _HALF:
+        if q.shape[2] <= WIDE_BACKWARD and dtype in HALF_DTYPES:
             grad, q, k, v, output = (x.float() for x in (grad, q, k, v, output))
             wide = _chunks_backward(grad, q, k, v, output, logsumexps, ctx.slopes)
             dq, dk, dv = (x.to(dtype) for x in wide)
-        elif groups > 1 and dtype in _HALF:
+        elif groups > 1 and dtype in HALF_DTYPES:
             # The kernel would sum the heads of a group in 16 bits.
             k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
             dq, dk, dv = _chunks_backward(grad, q, k, v, output, logsumexps, ctx.slopes)

@@ -122,8 +122,7 @@ def decoding_cache(
 
     With a pruning tolerance above 0, a model with a pruning bound, and more than `DENSE_UP_TO`
     tokens it is a `PrunedKVCache`: each head and row may leave out `pruning_tolerance` of its
-    probability, and memory beside
-    the store of old keys and values (in `folder`, or in host memory) is bounded.
+    probability. Memory is bounded, except for the offload store (in `folder` or host memory).
     """
     if (
         pruning_tolerance > 0

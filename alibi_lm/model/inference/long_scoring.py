@@ -1,12 +1,12 @@
-"""Losses of a long input in linear time and memory: layer by layer, as far as horizons reach.
+"""Losses of a long input in linear time and memory: layer by layer, up to the pruning bound.
 
 A layer goes over the whole input before the next one starts, chunk by chunk, so that the norms of
 all keys before a query are known when something is left out. What is kept for every token is the
 layer's input and its output: at most 8 x hidden size bytes in fp32 (of the last layer only losses
-are kept). Keys and values are kept as far back as recent chunks have read. A query that reaches
-further back makes them again from the layer's input, so its output is as near to the dense one as
-any. Heads may be split over ranks: each reads as far back as its own heads need, which takes
-nothing from the other ranks.
+are kept). Keys and values are kept as far back as recent chunks have read. Keys further back are
+recomputed from the layer's input, so every query's output is equally close to the dense one. Heads
+may be split over ranks: each rank reads up to the pruning bound of its own heads. Ranks do not
+communicate for this.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Observer = Callable[[int, int, Tensor, Tensor], None]
 """Called for every layer and chunk: the layer, the first position, q [H, n, D], k [KV, n, D]."""
 
 DENSE_UP_TO = 2048
-"""Inputs of at most this many tokens are computed densely: horizons would save nothing."""
+"""Inputs of at most this many tokens are computed densely: pruning would save nothing."""
 MOST_KEPT = 32768
 """Keys and values kept at most, in tokens."""
 
@@ -37,35 +37,33 @@ MOST_KEPT = 32768
 class LongScoringReport:
     """How far the heads of each layer read, and how often that was further than what was kept."""
 
-    reaches: list[list[BlockSpans]] = field(default_factory=list)
+    spans: list[list[BlockSpans]] = field(default_factory=list)
     """Of each layer, chunk by chunk."""
     num_tokens: int = 0
     """Queries of one layer."""
     recomputed: int = 0
-    """Keys, over all layers, that were made again because a query reached back so far."""
+    """Keys, over all layers, that were recomputed because a query read that far back."""
     kept: int = 0
     """Most keys and values that a layer kept, in tokens."""
 
     def heads(self) -> Tensor:
         """[layers, blocks, H] int64: keys read before each block, all inputs one after another."""
-        return torch.stack(
-            [torch.cat([part.keys.T for part in reaches]) for reaches in self.reaches]
-        )
+        return torch.stack([torch.cat([part.keys.T for part in spans]) for spans in self.spans])
 
-    def add(self, layer: int, reaches: list[BlockSpans], recomputed: int, kept: int) -> None:
-        """Take up one layer's chunk."""
-        while len(self.reaches) <= layer:
-            self.reaches.append([])
-        self.reaches[layer] += reaches
+    def add(self, layer: int, spans: list[BlockSpans], recomputed: int, kept: int) -> None:
+        """Record one chunk of a layer."""
+        while len(self.spans) <= layer:
+            self.spans.append([])
+        self.spans[layer] += spans
         self.recomputed += recomputed
         self.kept = max(self.kept, kept)
 
 
 def pruning_unsupported_reason(decoder: Decoder) -> str | None:
-    """Why horizons cannot be had for this model, or None where they can."""
+    """Why attention cannot be pruned for this model, or None where it can."""
     config = decoder.config
     if config.position != "alibi":
-        return f"positions are {config.position}, and only alibi's biases make far keys vanish"
+        return f"positions are {config.position}, and only alibi's biases make distant keys vanish"
     if config.window is not None:
         return f"the model has a window of {config.window} keys already"
     weight = decoder.embedding.weight
@@ -85,22 +83,22 @@ def long_losses(
     """`Decoder.losses` of one sequence, each head and row within `epsilon` of its probability.
 
     Args:
-        decoder: a model of which `pruning_unsupported_reason` says nothing.
+        decoder: a model for which `pruning_unsupported_reason` is None.
         tokens: [T] int64.
         targets: [T] int64.
         epsilon: probability that each head and row may leave out, above 0 and below 1.
-        report: takes up what was read.
+        report: records what was read.
         observe: sees all queries and keys.
 
     Returns:
         Losses fp32 [T].
 
     Raises:
-        ValueError: the model has no horizons, or epsilon is out of range.
+        ValueError: the model has no pruning bound, or epsilon is out of range.
     """
     reason = pruning_unsupported_reason(decoder)
     if reason is not None:
-        raise ValueError(f"no horizons: {reason}")
+        raise ValueError(f"no pruning bound: {reason}")
     if not 0 < epsilon < 1:
         raise ValueError(f"epsilon = {epsilon} is not in (0, 1)")
     report = LongScoringReport() if report is None else report
@@ -135,8 +133,8 @@ def _run(
         last = index + 1 == len(decoder.blocks)
         for first, stop in chunks:
             before = layer.recomputed
-            hidden, reaches = layer.chunk(first, stop)
-            report.add(index, reaches, layer.recomputed - before, layer.keys.shape[1])
+            hidden, spans = layer.chunk(first, stop)
+            report.add(index, spans, layer.recomputed - before, layer.keys.shape[1])
             if last:
                 target = targets[None, first:stop]
                 losses[first:stop] = decoder.hidden_losses(hidden[None], target)[0]
@@ -157,16 +155,16 @@ class _Layer:
         self._keep = 0
 
     def chunk(self, first: int, stop: int) -> tuple[Tensor, list[BlockSpans]]:
-        """The block's output [n, hidden_size] at positions [first, stop), and its reaches."""
+        """The block's output [n, hidden_size] at positions [first, stop), and its spans."""
         hidden = self.inputs[None, first:stop]
         q, k, v = (x[0] for x in self.block.attention.project(self.block.attention_norm(hidden)))
         if self.observe is not None:
             self.observe(first, q, k)
         self._append(k, v, first)
-        mixed, reaches = attend(q, self, first, self.slopes, self.epsilon)
-        self._keep = max(LOCAL_KEYS, *(int(reach.keys.max()) for reach in reaches))
+        mixed, spans = attend(q, self, first, self.slopes, self.epsilon)
+        self._keep = max(LOCAL_KEYS, *(int(part.keys.max()) for part in spans))
         hidden = hidden + self.block.attention.output(mixed.transpose(0, 1).flatten(1)[None])
-        return (hidden + self.block.mlp(self.block.mlp_norm(hidden)))[0], reaches
+        return (hidden + self.block.mlp(self.block.mlp_norm(hidden)))[0], spans
 
     def read(self, first: int, stop: int) -> tuple[Tensor, Tensor]:
         """Keys and values [KV, n, D] of positions that are no longer kept."""

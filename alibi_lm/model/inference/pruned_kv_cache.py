@@ -43,7 +43,7 @@ REVIEW_INTERVAL = 256
 """Tokens between two checks whether sliding caches are long enough."""
 MAX_OFFLOAD_QUERIES = 8
 """Queries of a head that may read the store in that time before its sliding cache grows."""
-OFFLOAD_CHUNK = 1024
+STORE_OFFLOAD_CHUNK = 1024
 """Keys read from the store at a time."""
 
 
@@ -287,7 +287,7 @@ class PrunedKVLayer(LayerKVCache):
                     keys, values = self._sliding_of(kv)
                     bias = distance_bias(slopes[head], keys.shape[1] - 1, 0)
                     output[one], lse[one] = _read(q[one], keys, values, bias)
-                first = begins[head] = max(0, stop - OFFLOAD_CHUNK)
+                first = begins[head] = max(0, stop - STORE_OFFLOAD_CHUNK)
                 keys, values = (x[kv : kv + 1] for x in self.store.read(first, stop))
                 bias = distance_bias(slopes[head], self.length - 1 - first, self.length - stop)
                 merge_part(output[one], lse[one], *_read(q[one], keys, values, bias))

@@ -48,7 +48,7 @@ GROUP_TOLERANCE = 1.25
 """Heads share a call if the longest span is at most this many times the shortest."""
 CALL_COST = 1024
 """Cost of a call, in keys of one block; decides how finely runs of blocks are split."""
-OFFLOAD_CHUNK = 4096
+READ_OFFLOAD_CHUNK = 4096
 """Offloaded keys read at a time."""
 
 
@@ -298,8 +298,8 @@ class BlockSparseAttention:
         resident, oldest = self.source.start, int(begin.min())
         if oldest < resident:
             self.output = self.output.float()
-        for stop in range(resident, oldest, -OFFLOAD_CHUNK):
-            first = max(oldest, stop - OFFLOAD_CHUNK)
+        for stop in range(resident, oldest, -READ_OFFLOAD_CHUNK):
+            first = max(oldest, stop - READ_OFFLOAD_CHUNK)
             keys, values = self.source.read(first, stop)
             for head, block in (begin < stop).nonzero().tolist():
                 last = self.begins[block] + self.size - 1
@@ -377,6 +377,6 @@ def _local_mask(slopes: tuple[float, ...], size: int) -> Tensor:
     """-m(i - j), and -inf for j > i, of a block's rows and its local and own keys, [1, H, ., .]."""
     with torch.inference_mode(False), torch.no_grad():
         distances = torch.arange(size)[:, None] + LOCAL_KEYS - torch.arange(LOCAL_KEYS + size)
-        steepness = torch.tensor(slopes, dtype=torch.float64).view(-1, 1, 1)
-        mask = (-steepness * distances).masked_fill(distances < 0, -math.inf)
+        column = torch.tensor(slopes, dtype=torch.float64).view(-1, 1, 1)
+        mask = (-column * distances).masked_fill(distances < 0, -math.inf)
         return mask.float().unsqueeze(0)

@@ -184,8 +184,8 @@ def query_bounds(q: Tensor, key_norms: KeyNormBound, slopes: tuple[float, ...]) 
     # Not a matrix product: those may be configured to round their inputs.
     scores = (q.float() * key_norms.center[heads].unsqueeze(1)).sum(dim=-1).double() * scale
     error = (width + 8) * _ROUNDING * norms * key_norms.center_norm[heads].double().unsqueeze(1)
-    steepness = torch.tensor(slopes, dtype=torch.float64, device=q.device)
-    return QueryBounds(scores + error, norms, heads, steepness)
+    slope_column = torch.tensor(slopes, dtype=torch.float64, device=q.device)
+    return QueryBounds(scores + error, norms, heads, slope_column)
 
 
 def lower_logsumexp(
@@ -284,19 +284,19 @@ def first_key_per_block(q: Tensor, k: Tensor, slopes: Tensor, epsilon: float, bl
     """
     num_queries, num_keys = q.shape[2], k.shape[2]
     offset = num_keys - num_queries
-    steepness = slopes.double().view(-1, 1)
-    excess = _scores_over_logsumexp(q, k, steepness, block)
+    slope_column = slopes.double().view(-1, 1)
+    excess = _scores_over_logsumexp(q, k, slope_column, block)
     rows = torch.arange(offset, num_keys, device=q.device)
-    worst = _pad(excess - steepness * rows, block, -math.inf).unflatten(2, (-1, block)).amax(3)
-    room = math.log(epsilon) + torch.log(-torch.expm1(-steepness)) - worst
-    solution = 1 + torch.floor(room / steepness)
+    worst = _pad(excess - slope_column * rows, block, -math.inf).unflatten(2, (-1, block)).amax(3)
+    room = math.log(epsilon) + torch.log(-torch.expm1(-slope_column)) - worst
+    solution = 1 + torch.floor(room / slope_column)
     first = torch.arange(offset, num_keys, block, device=q.device, dtype=torch.float64)
     # NaN and minus infinity both read everything: a comparison with NaN is false.
     bounded = torch.where(solution > 0, torch.minimum(solution, first), torch.zeros_like(solution))
     return bounded.long()
 
 
-def _scores_over_logsumexp(q: Tensor, k: Tensor, steepness: Tensor, block: int) -> Tensor:
+def _scores_over_logsumexp(q: Tensor, k: Tensor, slopes: Tensor, block: int) -> Tensor:
     """b - L: upper bounds, fp64 [B, H, Tq], over the keys before each row's block of `block`."""
     group, (num_queries, width) = q.shape[1] // k.shape[1], q.shape[2:]
     offset = k.shape[2] - num_queries
@@ -316,7 +316,7 @@ def _scores_over_logsumexp(q: Tensor, k: Tensor, steepness: Tensor, block: int) 
     # Sums of products, not matrix products: those may be configured to round their inputs.
     center_scores = (q * grouped(center)).sum(dim=3).double()
     own = (q * grouped(k[:, :, offset:])).sum(dim=3).double()
-    mean, constant = _mean_keys(k, offset, steepness.unsqueeze(2), group)
+    mean, constant = _mean_keys(k, offset, slopes.unsqueeze(2), group)
     tiles = _pad(q, TILE, 0.0).unflatten(2, (-1, TILE))
     jensen = (tiles * mean.unsqueeze(3)).sum(dim=4).flatten(2)[:, :, :num_queries].double()
     scale = 1 / math.sqrt(width)
@@ -328,7 +328,7 @@ def _scores_over_logsumexp(q: Tensor, k: Tensor, steepness: Tensor, block: int) 
     return score - logsumexp + error + _PRIOR_SLACK
 
 
-def _mean_keys(k: Tensor, offset: int, steepness: Tensor, group: int) -> tuple[Tensor, Tensor]:
+def _mean_keys(k: Tensor, offset: int, slopes: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """For the rows of each tile from `offset` on, one weighted mean of keys in tiles before it.
 
     Returns:
@@ -348,7 +348,7 @@ def _mean_keys(k: Tensor, offset: int, steepness: Tensor, group: int) -> tuple[T
     back = torch.arange(PAST_TILES, 0, -1, device=k.device)
     tile = torch.arange(first, sums.shape[2], device=k.device).unsqueeze(1) - back
     unseen = tile < (1 if front else 0)
-    weights = (-steepness * TILE * back).masked_fill(unseen, -math.inf)
+    weights = (-slopes * TILE * back).masked_fill(unseen, -math.inf)
     # A row of minus infinities has no weights: 0 for all.
     weights = weights.softmax(dim=2).nan_to_num(0.0)
     entropy = -torch.special.xlogy(weights, weights).sum(dim=2) + math.log(TILE)
@@ -356,7 +356,7 @@ def _mean_keys(k: Tensor, offset: int, steepness: Tensor, group: int) -> tuple[T
     # From a tile's first row back to the middle of each tile before it.
     distance = (weights * (back * TILE - (TILE - 1) / 2)).sum(dim=2)
     within = torch.arange(TILE, device=k.device)
-    constant = entropy.unsqueeze(2) - steepness * (distance.unsqueeze(2) + within)
+    constant = entropy.unsqueeze(2) - slopes * (distance.unsqueeze(2) + within)
     heads = past.repeat_interleave(group, dim=1) if group > 1 else past
     mean = (heads * weights.float().unsqueeze(2)).sum(dim=4)
     return mean, constant.flatten(1)

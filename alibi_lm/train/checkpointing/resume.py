@@ -24,7 +24,7 @@ from alibi_lm.utils.errors import CheckpointError, ConfigError, Problem
 from alibi_lm.utils.logging import console
 
 # What may change on resume; everything else would make it another experiment.
-MAY_CHANGE = (
+RESUME_MAY_CHANGE = (
     "run.dir",
     "parallel",
     "deepspeed",
@@ -57,7 +57,7 @@ def config_problems(old: Config, new: Config) -> Iterator[Problem]:
     """Every setting that differs from the run's and may not."""
     before, now = flatten(old), flatten(new)
     for key in sorted(before.keys() | now.keys()):
-        if any(key == name or key.startswith(f"{name}.") for name in MAY_CHANGE):
+        if any(key == name or key.startswith(f"{name}.") for name in RESUME_MAY_CHANGE):
             continue
         if key in COMPARED_BY_CONTENT or before.get(key) == now.get(key):
             continue

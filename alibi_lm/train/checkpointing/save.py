@@ -100,7 +100,7 @@ def _try_to_write(path: Path, action: Callable[[], T]) -> T:
 
 
 def _check_finite(engine: Engine, step: int) -> None:
-    """Refuse to save weights that the last update made non-finite; no loss has shown it yet."""
+    """Refuse to save weights that the last update made non-finite, before a loss reveals it."""
     for part in optimizer_state.fragments(engine.deepspeed, engine.mesh):
         if part.owned and not bool(torch.isfinite(part.master()).all()):
             rule = f"weights are not finite after it, among them {part.name}"

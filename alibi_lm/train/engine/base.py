@@ -71,7 +71,7 @@ class Engine(ABC):
         self.deepspeed: DeepSpeedEngine
         # Silences the layers and memory that DeepSpeed prints; exceptions still pass.
         with contextlib.redirect_stdout(io.StringIO()):
-            model, unit = self._make_model(ds_config, config.train.seed if initial else None)
+            model, mpu = self._make_model(ds_config, config.train.seed if initial else None)
             set_pruning_tolerance(model, config.train.pruning_tolerance)
             if config.train.compile:
                 compile_blocks(model)
@@ -79,7 +79,7 @@ class Engine(ABC):
                 model=model,
                 model_parameters=parameter_groups(model, config.train.weight_decay),
                 config=ds_config,
-                mpu=unit,
+                mpu=mpu,
             )
 
     @abstractmethod

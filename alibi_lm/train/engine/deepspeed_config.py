@@ -66,12 +66,12 @@ SECTION_KEYS: dict[str, dict[str, tuple[type, ...]]] = {
 # Keys that would break a guarantee of ours: the value they must keep, and what they would break.
 _EXACT = "has not been shown to resume exactly"
 _ROUNDED = "rounds what the ranks send each other, so that the losses are others"
-_HALF = "keeps in 16 bits what is kept and saved in fp32"
+_HALF_RULE = "keeps in 16 bits what is kept and saved in fp32"
 _NOT_SAVED = "keeps states where no checkpoint finds them"
 REQUIRED_VALUES: dict[str, tuple[Any, str]] = {
     "zero_optimization.round_robin_gradients": (False, _EXACT),
     "zero_optimization.zero_hpz_partition_size": (1, _EXACT),
-    "zero_optimization.zenflow": (None, "puts off updates, so that the losses are others"),
+    "zero_optimization.zenflow": (None, "delays updates, which changes the losses"),
     "zero_optimization.zero_quantized_weights": (False, _ROUNDED),
     "zero_optimization.zero_quantized_gradients": (False, _ROUNDED),
     "zero_optimization.zero_quantized_nontrainable_weights": (False, _ROUNDED),
@@ -80,9 +80,9 @@ REQUIRED_VALUES: dict[str, tuple[Any, str]] = {
     "zero_optimization.stage3_module_granularity_threshold": (0, "fails in the backward pass"),
     "zero_optimization.module_granularity_threshold": (0, "fails in the backward pass"),
     "zero_optimization.offload_optimizer.super_offload": (False, _NOT_SAVED),
-    "bf16.bf16_master_weights_and_grads": (False, _HALF),
-    "bf16.bf16_optimizer_states": (False, _HALF),
-    "fp16.fp16_master_weights_and_grads": (False, _HALF),
+    "bf16.bf16_master_weights_and_grads": (False, _HALF_RULE),
+    "bf16.bf16_optimizer_states": (False, _HALF_RULE),
+    "fp16.fp16_master_weights_and_grads": (False, _HALF_RULE),
 }
 PASSTHROUGH_KEYS = ("zero_optimization", "bf16", "fp16", *SCALARS, *SECTION_KEYS)
 
@@ -319,7 +319,7 @@ def _stage_3_problems(config: Config, block: dict[str, Any]) -> Iterator[Problem
             rule = "does not go with ZeRO stage 3"
             yield Problem(f"deepspeed.{key}", block[key], rule, "leave it out")
     if config.train.compile:
-        rule = "leaves nothing to fuse with ZeRO stage 3, which stops at every layer"
+        rule = "gains nothing under ZeRO stage 3, which breaks the graph at every layer"
         yield Problem("train.compile", True, rule, "leave it out, or use stage 1 or 2")
 
 

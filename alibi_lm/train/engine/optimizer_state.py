@@ -78,14 +78,14 @@ def _in_the_whole(
     # The last stage's copy of a tied matrix is the first stage's to write.
     ours = part.owned and not getattr(parameter, "ds_pipe_replicated", False)
     if shard is None:
-        run = StridedSlice.contiguous(part.start, part.numel)
+        strided = StridedSlice.contiguous(part.start, part.numel)
         owned = ours and mesh.tp.rank == 0
-        yield Fragment(name, run, parameter, part.start, part.flat, part.offset, owned)
+        yield Fragment(name, strided, parameter, part.start, part.flat, part.offset, owned)
         return
-    name, owned = shard.canonical_name(name), ours and shard.counts
-    for start, run in shard.runs(part.start, part.numel):
+    name, owned = shard.canonical_name(name), ours and shard.is_primary_copy
+    for start, strided in shard.slices(part.start, part.numel):
         offset = part.offset + start - part.start
-        yield Fragment(name, run, parameter, start, part.flat, offset, owned)
+        yield Fragment(name, strided, parameter, start, part.flat, offset, owned)
 
 
 def _replicated(parameter: torch.nn.Parameter, mesh: Mesh) -> Iterator[_LocalSlice]:

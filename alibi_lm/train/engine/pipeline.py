@@ -1,7 +1,7 @@
 """The engine of a model that is split into pipeline stages, with tensor parallelism and ZeRO 0, 1.
 
-DeepSpeed's pipeline engine runs the schedule. Two of its instructions are replaced, because it
-looks at neither the loss nor a gradient that is missing before it changes the weights.
+DeepSpeed's pipeline engine runs the schedule. Two of its instructions are replaced, because
+DeepSpeed updates without checking that the loss is finite, and skips some tied gradients.
 """
 
 from __future__ import annotations

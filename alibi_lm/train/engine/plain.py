@@ -32,17 +32,17 @@ class PlainEngine(Engine):
 
     def _make_model(self, ds_config: dict[str, Any], seed: int | None) -> tuple[Any, Any]:
         config, mesh = self.config, self.mesh
-        unit = ModelParallelUnit(mesh) if mesh.tp.size > 1 else None
+        mpu = ModelParallelUnit(mesh) if mesh.tp.size > 1 else None
         if zero_stage(ds_config) == 3:
             # Each layer is partitioned as it is built: no rank ever holds the whole model.
             with deepspeed.zero.Init(
-                data_parallel_group=mesh.dp.group, config_dict_or_path=ds_config, mpu=unit
+                data_parallel_group=mesh.dp.group, config_dict_or_path=ds_config, mpu=mpu
             ):
                 decoder = Decoder(config.model, seed=None, tp=mesh.tp)
         else:
             decoder = Decoder(config.model, seed=seed, tp=mesh.tp)
         decoder.activation_checkpointing = config.train.activation_checkpointing
-        return decoder, unit
+        return decoder, mpu
 
     def step(self, batches: Sequence[torch.Tensor], step: int, stop: bool = False) -> StepResult:
         """One optimizer step: see `Engine`."""

@@ -1,7 +1,7 @@
 """Short JSON messages between rank 0 and another rank, over a TCP connection.
 
 torch's TCPStore does not serve here: its clients neither learn that a peer's process has ended,
-which tells a dead rank from a slow one within seconds, nor reconnect.
+which distinguishes a dead rank from a slow one within seconds, nor reconnect.
 """
 
 from __future__ import annotations

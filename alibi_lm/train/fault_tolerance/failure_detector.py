@@ -33,34 +33,34 @@ class Heartbeat:
 
     step: int = 0
     doing: str = STARTING
-    count: int = 0
+    progress_count: int = 0
     """Grows while the rank makes progress."""
-    warm: bool = False
+    warmed_up: bool = False
     """Whether its first step since the start is done."""
     failed: str | None = None
     """The error of a collective that failed on this rank."""
-    left: int | None = None
+    exit_code: int | None = None
     """The exit code of a rank that is about to exit on an error of its own."""
-    why: str = ""
+    error: str = ""
     """That error, if it is a defect and not a user error."""
 
 
 @dataclass(frozen=True)
-class Verdict:
+class FailureVerdict:
     """The end of the job: the exit code of the surviving ranks, and the line that explains it."""
 
     code: int
     line: str | None
-    """None if the rank that left has printed its own."""
+    """None if the failed rank has printed its own."""
 
 
 @dataclass(frozen=True)
 class Limits:
     """How long is too long."""
 
-    silence: float | None
+    heartbeat_timeout: float | None
     """Seconds without a heartbeat; None waits forever."""
-    stuck: float | None
+    hang_timeout: float | None
     """Seconds in which no rank makes progress; None waits forever."""
 
 
@@ -87,7 +87,8 @@ class FailureDetector:
     def heard(self, rank: int, heartbeat: Heartbeat) -> None:
         """Record a heartbeat."""
         state = self.ranks[rank]
-        if heartbeat.count != state.heartbeat.count or heartbeat.doing != state.heartbeat.doing:
+        before = state.heartbeat
+        if (heartbeat.progress_count, heartbeat.doing) != (before.progress_count, before.doing):
             state.still = 0.0
         state.heartbeat, state.silent, state.closed = heartbeat, 0.0, None
 
@@ -105,7 +106,7 @@ class FailureDetector:
         others = (state for rank, state in enumerate(self.ranks) if rank != but)
         return all(state.stopped or state.closed is not None for state in others)
 
-    def tick(self, seconds: float, saved: Path | None) -> Verdict | None:
+    def tick(self, seconds: float, saved: Path | None) -> FailureVerdict | None:
         """Advance time; the verdict if the job cannot continue. `saved` is the last checkpoint."""
         for _, state in self._watched():
             state.silent += seconds
@@ -114,27 +115,27 @@ class FailureDetector:
                 state.closed += seconds
         return self.left(saved, GRACE) or self._lost(saved) or self._stuck(saved)
 
-    def left(self, saved: Path | None, grace: float) -> Verdict | None:
+    def left(self, saved: Path | None, grace: float) -> FailureVerdict | None:
         """The verdict if ranks exit on their own errors while others run.
 
         They have `grace` seconds to print their own line or traceback.
         """
-        left = [rank for rank, state in self._watched() if state.heartbeat.left is not None]
+        left = [rank for rank, state in self._watched() if state.heartbeat.exit_code is not None]
         if not left or max(self.ranks[rank].silent for rank in left) < grace:
             return None
         heartbeat = self.ranks[left[0]].heartbeat
-        if not heartbeat.why:
-            assert heartbeat.left is not None
-            return Verdict(heartbeat.left, None)
-        rule = f"failed with a defect {_at(heartbeat)}: {heartbeat.why}"
+        if not heartbeat.error:
+            assert heartbeat.exit_code is not None
+            return FailureVerdict(heartbeat.exit_code, None)
+        rule = f"failed with a defect {_at(heartbeat)}: {heartbeat.error}"
         return self._verdict(left, rule, saved)
 
-    def _lost(self, saved: Path | None) -> Verdict | None:
+    def _lost(self, saved: Path | None) -> FailureVerdict | None:
         gone = [r for r, state in self._watched() if state.closed and state.closed >= GRACE]
         if gone:
             rule = f"{DIED} while the job was at step {self._step():,}"
             return self._verdict(gone, rule, saved)
-        limit = self.limits.silence
+        limit = self.limits.heartbeat_timeout
         if limit is None:
             return None
         if self._any_failed():
@@ -151,14 +152,14 @@ class FailureDetector:
         )
         return self._verdict(silent, rule, saved)
 
-    def _stuck(self, saved: Path | None) -> Verdict | None:
-        limit = self.limits.stuck
+    def _stuck(self, saved: Path | None) -> FailureVerdict | None:
+        limit = self.limits.hang_timeout
         if limit is None:
             return None
         working = [(r, state) for r, state in self._watched() if state.heartbeat.failed is None]
         if self._any_failed():
             limit = min(limit, FAILED_STUCK)
-        elif not all(state.heartbeat.warm for _, state in working):
+        elif not all(state.heartbeat.warmed_up for _, state in working):
             limit *= START_FACTOR
         if not working or min(state.still for _, state in working) < limit:
             return None
@@ -180,8 +181,8 @@ class FailureDetector:
     def _any_failed(self) -> bool:
         return any(state.heartbeat.failed for state in self.ranks)
 
-    def _verdict(self, ranks: Sequence[int], rule: str, saved: Path | None) -> Verdict:
-        return Verdict(EXIT_LOST, lost_line(ranks, self.hosts, rule, saved))
+    def _verdict(self, ranks: Sequence[int], rule: str, saved: Path | None) -> FailureVerdict:
+        return FailureVerdict(EXIT_LOST, lost_line(ranks, self.hosts, rule, saved))
 
 
 def lost_line(ranks: Sequence[int], hosts: Sequence[str], rule: str, saved: Path | None) -> str:

@@ -32,7 +32,7 @@ class ActivityTracker:
     def __init__(self) -> None:
         self.step = 0
         self.doing = STARTING
-        self.warm = False
+        self.warmed_up = False
         """Whether the first step since the start is done."""
         self.saved: Path | None = None
         """The newest complete checkpoint."""
@@ -45,7 +45,7 @@ class ActivityTracker:
     def at(self, doing: str, step: int) -> None:
         """Record that the main thread enters a phase of a step (the first is 1)."""
         if step > self.step > 0:
-            self.warm = True
+            self.warmed_up = True
         self.step, self.doing = step, doing
         self._count += 1
 

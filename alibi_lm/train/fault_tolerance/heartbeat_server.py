@@ -19,9 +19,9 @@ from alibi_lm.train.fault_tolerance.failure_detector import (
     DIED,
     GRACE,
     FailureDetector,
+    FailureVerdict,
     Heartbeat,
     Limits,
-    Verdict,
     lost_line,
     silence,
 )
@@ -32,7 +32,7 @@ from alibi_lm.utils.logging import console
 INTERVAL = 1.0
 """Seconds between heartbeats."""
 
-End = Callable[[Verdict, bool], None]
+End = Callable[[FailureVerdict, bool], None]
 """Ends the process; the second argument is whether this rank prints the line."""
 
 
@@ -79,8 +79,8 @@ class HeartbeatThread(threading.Thread, ABC):
         activity = self._activity
         reason = self._exit_reason or Heartbeat()
         return Heartbeat(
-            activity.step, activity.doing, activity.count(), activity.warm, activity.failed,
-            reason.left, reason.why,
+            activity.step, activity.doing, activity.count(), activity.warmed_up, activity.failed,
+            reason.exit_code, reason.error,
         )  # fmt: skip
 
 
@@ -159,7 +159,7 @@ class HeartbeatServer(HeartbeatThread):
                     connection.send({"acknowledged": True})
                 else:
                     self._detector.heard(rank, Heartbeat(**message))
-                    if message["left"] is not None:
+                    if message["exit_code"] is not None:
                         connection.send({"acknowledged": True})
         except (OSError, TypeError, KeyError):
             self._selector.unregister(connection)
@@ -218,7 +218,7 @@ class HeartbeatClient(HeartbeatThread):
             messages = self._exchange(self._as_message())
             for message in messages:
                 if "code" in message:
-                    self._end(Verdict(**message), False)
+                    self._end(FailureVerdict(**message), False)
                     return
                 if "over" in message:
                     return
@@ -229,7 +229,10 @@ class HeartbeatClient(HeartbeatThread):
             if self._connection is None and closed >= GRACE:
                 self._rank_0_lost(DIED)
                 return
-            if self._limits.silence is not None and silent >= self._limits.silence:
+            if (
+                self._limits.heartbeat_timeout is not None
+                and silent >= self._limits.heartbeat_timeout
+            ):
                 self._rank_0_lost(silence(silent))
                 return
         self._report_exit()
@@ -261,7 +264,7 @@ class HeartbeatClient(HeartbeatThread):
         speak = not any(_is_alive(self._pids[r]) for r in before)
         rule += f" while the job was at step {activity.step:,}"
         line = lost_line([0], self._hosts, rule, activity.saved)
-        self._end(Verdict(EXIT_LOST, line), speak)
+        self._end(FailureVerdict(EXIT_LOST, line), speak)
 
     def _report_exit(self) -> None:
         """Tell rank 0 and wait for its answer, or it would take the exit for a death."""

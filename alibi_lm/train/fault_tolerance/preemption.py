@@ -45,6 +45,6 @@ class Preemption:
         return self.reason is not None
 
     def acknowledge(self) -> None:
-        """Delete the STOP file once the checkpoint is written, so that the next start goes on."""
+        """Delete the STOP file once the checkpoint is written, so that the next start resumes."""
         if self._stop_file is not None:
             self._stop_file.unlink(missing_ok=True)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from alibi_lm.parallel.process_group import gather, rank, world_size
 from alibi_lm.train.fault_tolerance.connection import Connection, listen
-from alibi_lm.train.fault_tolerance.failure_detector import GRACE, Heartbeat, Limits, Verdict
+from alibi_lm.train.fault_tolerance.failure_detector import GRACE, FailureVerdict, Heartbeat, Limits
 from alibi_lm.train.fault_tolerance.heartbeat import ActivityTracker
 from alibi_lm.train.fault_tolerance.heartbeat_server import (
     HeartbeatClient,
@@ -62,7 +62,7 @@ def watched(address: str, limits: Limits, activity: ActivityTracker, log: Path) 
         if is_communication_failure(error):
             # Some rank is gone: once it is known which, the thread ends the process.
             activity.failed = " ".join(str(error).split())[:500]
-            watcher.join((limits.silence or 60.0) + 2 * GRACE)
+            watcher.join((limits.heartbeat_timeout or 60.0) + 2 * GRACE)
         _send_exit_reason(watcher, error)
         raise
     watcher.stop(None, _STOP_SECONDS)
@@ -80,12 +80,12 @@ def _send_exit_reason(watcher: HeartbeatThread, error: BaseException) -> None:
     if isinstance(error, UserError) and error.raised_on_all_ranks:
         watcher.stop(None, _STOP_SECONDS)
     elif isinstance(error, UserError):
-        watcher.stop(Heartbeat(left=error.exit_code), _STOP_SECONDS)
+        watcher.stop(Heartbeat(exit_code=error.exit_code), _STOP_SECONDS)
     elif isinstance(error, KeyboardInterrupt):
-        watcher.stop(Heartbeat(left=EXIT_INTERRUPTED), _STOP_SECONDS)
+        watcher.stop(Heartbeat(exit_code=EXIT_INTERRUPTED), _STOP_SECONDS)
     else:
         text = " ".join(f"{type(error).__name__}: {error}".split())
-        watcher.stop(Heartbeat(left=1, why=text[:300]), _STOP_SECONDS)
+        watcher.stop(Heartbeat(exit_code=1, error=text[:300]), _STOP_SECONDS)
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Ending:
     linger: float
     """Seconds to stay alive after printing, so that the host's other ranks do not print too."""
 
-    def __call__(self, verdict: Verdict, speak: bool) -> None:
+    def __call__(self, verdict: FailureVerdict, speak: bool) -> None:
         """End the process; `speak` is whether this rank prints the line."""
         if speak and verdict.line is not None:
             line = verdict.line
@@ -117,7 +117,10 @@ class Ending:
 
 
 def _start(
-    address: str, limits: Limits, activity: ActivityTracker, end: Callable[[Verdict, bool], None]
+    address: str,
+    limits: Limits,
+    activity: ActivityTracker,
+    end: Callable[[FailureVerdict, bool], None],
 ) -> HeartbeatThread | None:
     """Connect every rank with rank 0; None, with a warning, where that cannot be done."""
     listener = listen() if rank() == 0 else None

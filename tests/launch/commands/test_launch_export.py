@@ -29,14 +29,15 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
 def test_the_same_weights_give_the_same_folder(tmp_path: Path) -> None:
     """Trained by steps too small to change a bit, in each layout, and exported from there."""
     vocab_size = VOCAB_SIZE + 1  # does not divide
-    stock = reference_model("bloom", 12, False, vocab_size=vocab_size)
+    reference = reference_model("bloom", 12, False, vocab_size=vocab_size)
     with torch.no_grad():
-        for parameter in stock.parameters():
+        for parameter in reference.parameters():
             parameter[parameter.abs() < 1e-6] = 1e-6  # nothing is too small to change a 0
-    stock.save_pretrained(tmp_path / "stock")
+    reference.save_pretrained(tmp_path / "reference")
     imported = tmp_path / "imported"
     assert (
-        CliRunner().invoke(main, ["import", str(tmp_path / "stock"), str(imported)]).exit_code == 0
+        CliRunner().invoke(main, ["import", str(tmp_path / "reference"), str(imported)]).exit_code
+        == 0
     )
     config = write_config(tmp_path)
     folders = []
@@ -50,7 +51,7 @@ def test_the_same_weights_give_the_same_folder(tmp_path: Path) -> None:
         folders.append({path.name: path.read_bytes() for path in (run / "out").iterdir()})
     assert folders[0] == folders[1] == folders[2]
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "one/run/out").state_dict()
-    first = AutoModelForCausalLM.from_pretrained(tmp_path / "stock").state_dict()
+    first = AutoModelForCausalLM.from_pretrained(tmp_path / "reference").state_dict()
     assert all(torch.equal(first[name], trained[name]) for name in first)
 
 

@@ -1,4 +1,4 @@
-"""Training from an imported folder, against the stock class trained by plain torch."""
+"""Training from an imported folder, against the reference class trained by plain torch."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ def test_losses_are_those_of_the_stock_class(
     shape: str, heads: int, tied: bool, ranks: int, layout: list[str], tmp_path: Path
 ) -> None:
     model = reference_model(shape, heads, tied, vocab_size=VOCAB_SIZE)
-    model.save_pretrained(tmp_path / "stock")
+    model.save_pretrained(tmp_path / "reference")
     run = tmp_path / "imported"
-    done = CliRunner().invoke(main, ["import", str(tmp_path / "stock"), str(run)])
+    done = CliRunner().invoke(main, ["import", str(tmp_path / "reference"), str(run)])
     assert done.exit_code == 0, done.output
     corpus = write_corpus(tmp_path / "corpus")
     overrides = [

@@ -36,7 +36,7 @@ def test_learned_slopes_change_their_layout_and_scaling_goes_on_from_weights(
         assert weights[name].shape == (4,)
         assert weights[name].abs().max() > 3e-3  # several steps of Adam
         assert others[name].tolist() == pytest.approx(weights[name].tolist(), abs=1e-4)
-    # A scaled model goes on from the weights of an unscaled one, but is not the same run.
+    # A scaled model continues from the weights of an unscaled one, but is not the same run.
     new = (f"train.init_from={whole}", f"run.dir={longer}", "train.sequence_length=128", SCALING)
     launch(config, *new, "train.num_steps=1", ranks=0)
     checkpoint = open_checkpoint(longer)

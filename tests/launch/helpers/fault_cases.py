@@ -151,7 +151,7 @@ def check_went_on(run: Path, whole: Path, code: int, output: str) -> None:
 
 
 def check_named(fault: Fault, output: str) -> None:
-    """The next start says which files are damaged, and which step it goes on from."""
+    """The next start says which files are damaged, and which step it resumes from."""
     for path in fault.named:
         assert f"{path}: " in output, f"{path} not in:\n{output}"
     assert f"from {fault.goes_on_from} (" in output, output

@@ -133,7 +133,7 @@ class TwoHosts:
     """Process id of the one process in the switch's network namespace."""
 
     def cut(self, host: Host) -> None:
-        """Pull the host's cable: no packet reaches it any more, and nobody is told."""
+        """Pull the host's cable: no packet reaches it any more, and nothing reports it."""
         self._port(host, "down")
 
     def mend(self, host: Host) -> None:

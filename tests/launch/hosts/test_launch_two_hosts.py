@@ -119,7 +119,7 @@ def test_a_run_over_two_hosts_is_stopped_loses_a_host_and_goes_on_alone(
     verify(stopped.folder)
     assert re.search(rf"stopped by .* after step {stopped.step};", (run / "train.log").read_text())
 
-    # The same command goes on; then one host's cable is pulled in mid-step.
+    # The same command resumes; then one host's cable is pulled in mid-step.
     saves = f"train.checkpoint_interval={stopped.step + 2}"  # there, and not again
     job = Job(first, tmp_path, [first, second], str(config), *LAYOUT, saves)
     wait_for(

@@ -1,4 +1,4 @@
-"""Kills, damaged files and full disks: the next start goes on from a checkpoint that is whole."""
+"""Kills, damaged files and full disks: the next start resumes from a checkpoint that is whole."""
 
 import os
 import random

@@ -1,4 +1,4 @@
-"""Runs under the deepspeed CLI that go on in one layout after another."""
+"""Runs under the deepspeed CLI that resume in one layout after another."""
 
 from __future__ import annotations
 

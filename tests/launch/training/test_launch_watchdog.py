@@ -1,4 +1,4 @@
-"""Ranks that are killed, stopped, stuck or defective: one line, and a next start that goes on."""
+"""Ranks that are killed, stopped, stuck or defective: one line, and a next start that resumes."""
 
 from __future__ import annotations
 

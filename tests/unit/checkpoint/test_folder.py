@@ -85,7 +85,7 @@ def test_no_checkpoint_is_said_so(tmp_path: Path) -> None:
         resolve_step(partial)
 
 
-def test_a_hugging_face_folder_is_told_from_a_run(tmp_path: Path) -> None:
+def test_a_hugging_face_folder_is_distinguished_from_a_run(tmp_path: Path) -> None:
     folder = tmp_path / "hf/step_00000007"
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("{}")

@@ -78,8 +78,10 @@ def test_versions() -> None:
 def test_exit_codes_are_documented() -> None:
     codes = {value for name, value in vars(errors).items() if name.startswith("EXIT_")}
     assert codes == {2, 3, 4, 5, 130}
-    told = CliRunner().invoke(main, ["--help"]).output.split("Exit codes:")[1].split("Options:")[0]
-    assert {int(code) for code in re.findall(r"\b\d+\b", told)} == codes | {0}
+    listed = (
+        CliRunner().invoke(main, ["--help"]).output.split("Exit codes:")[1].split("Options:")[0]
+    )
+    assert {int(code) for code in re.findall(r"\b\d+\b", listed)} == codes | {0}
     table = (REPOSITORY / "docs/faults.md").read_text().split("## Exit codes")[1].split("\n\n")[1]
     assert {int(code) for code in re.findall(r"^\| (\d+) \|", table, re.MULTILINE)} == codes | {0}
 

@@ -12,11 +12,11 @@ VOCAB_SIZE = 307
 WIDTH = 96
 
 
-def reference_model(shape: str, heads: int, tied: bool, **settings: Any) -> Any:
+def reference_model(architecture: str, heads: int, tied: bool, **settings: Any) -> Any:
     """A model with LayerNorms and biases that are not at their defaults."""
     torch.manual_seed(heads)
     common = {"vocab_size": VOCAB_SIZE, "tie_word_embeddings": tied, "initializer_range": 0.05}
-    if shape == "bloom":
+    if architecture == "bloom":
         sizes = {"hidden_size": WIDTH, "n_layer": 2, "n_head": heads}
         model: Any = BloomForCausalLM(BloomConfig(**common | sizes | settings))
     else:
@@ -30,9 +30,9 @@ def reference_model(shape: str, heads: int, tied: bool, **settings: Any) -> Any:
 
 
 def write_reference(
-    folder: Path, shape: str, heads: int = 12, tied: bool = True, **save: Any
+    folder: Path, architecture: str, heads: int = 12, tied: bool = True, **save: Any
 ) -> Any:
     """Write such a model, and return it."""
-    model = reference_model(shape, heads, tied)
+    model = reference_model(architecture, heads, tied)
     model.save_pretrained(folder, **save)
     return model

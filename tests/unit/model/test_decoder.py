@@ -120,15 +120,16 @@ def as_bloom(decoder: Decoder) -> nn.Module:
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("num_heads", [8, 12])
-@pytest.mark.parametrize("shape", ["mpt", "bloom"])
+@pytest.mark.parametrize("architecture", ["mpt", "bloom"])
 def test_logits_equal_those_of_transformers(
-    shape: Architecture, num_heads: int, tied: bool
+    architecture: Architecture, num_heads: int, tied: bool
 ) -> None:
     decoder = Decoder(
-        small(architecture=shape, hidden_size=96, num_heads=num_heads, tied_embeddings=tied), seed=3
+        small(architecture=architecture, hidden_size=96, num_heads=num_heads, tied_embeddings=tied),
+        seed=3,
     )
     disturb(decoder)
-    theirs = as_mpt(decoder) if shape == "mpt" else as_bloom(decoder)
+    theirs = as_mpt(decoder) if architecture == "mpt" else as_bloom(decoder)
     for length in (LENGTH, 4 * LENGTH):
         tokens = some_tokens(2, length)
         with torch.no_grad():
@@ -238,9 +239,9 @@ class TestInitialWeights:
 
 
 @pytest.mark.parametrize("position", POSITIONS)
-@pytest.mark.parametrize("shape", ["mpt", "bloom"])
-def test_the_future_does_not_show(shape: Architecture, position: Position) -> None:
-    decoder = Decoder(small(architecture=shape, position=position))
+@pytest.mark.parametrize("architecture", ["mpt", "bloom"])
+def test_the_future_does_not_show(architecture: Architecture, position: Position) -> None:
+    decoder = Decoder(small(architecture=architecture, position=position))
     tokens = some_tokens(2, 40)
     changed = tokens.clone()
     changed[:, 25:] = (changed[:, 25:] + 1) % 97
@@ -314,13 +315,16 @@ def test_bad_configs_are_refused_by_name(options: dict[str, Any], key: str) -> N
 class TestCosts:
     @pytest.mark.parametrize("tied", [True, False])
     @pytest.mark.parametrize("position", POSITIONS)
-    @pytest.mark.parametrize("shape", ["mpt", "bloom"])
+    @pytest.mark.parametrize("architecture", ["mpt", "bloom"])
     def test_parameters_are_counted(
-        self, shape: Architecture, position: Position, tied: bool
+        self, architecture: Architecture, position: Position, tied: bool
     ) -> None:
         for kv_heads in (None, 2, 1):
             config = small(
-                architecture=shape, position=position, tied_embeddings=tied, num_kv_heads=kv_heads
+                architecture=architecture,
+                position=position,
+                tied_embeddings=tied,
+                num_kv_heads=kv_heads,
             )
             assert num_parameters(config) == Decoder(config, None).num_parameters()
 

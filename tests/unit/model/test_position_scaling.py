@@ -175,7 +175,9 @@ def test_ntk_with_a_head_count_that_is_no_power_of_two(num_heads: int) -> None:
          ["scaling.original_length"]),
     ],
 )  # fmt: skip
-def test_scaling_rules_are_told_all_at_once(options: dict[str, Any], keys: list[str]) -> None:
+def test_all_violated_scaling_rules_are_reported_at_once(
+    options: dict[str, Any], keys: list[str]
+) -> None:
     with pytest.raises(ConfigError) as error:
         model(**options)
     assert [problem.key for problem in error.value.problems] == keys

@@ -56,7 +56,7 @@ def test_runs_are_the_elements_that_are_taken(
     part = padded(shard.take(whole))
     low, high = sorted((low % len(part), high % len(part)))
     found = torch.full_like(part, -1)
-    for start, run in shard.runs(low, high - low):
+    for start, run in shard.slices(low, high - low):
         found[start : start + run.numel] = torch.tensor(elements(run))
     assert found[low:high].tolist() == part[low:high].tolist()
     assert (found[:low] == -1).all()
@@ -87,7 +87,7 @@ def test_what_one_split_wrote_another_reads(
             flat = shard.take(whole).flatten()
             edges = sorted({0, len(flat), *(cut % len(flat) for cut in cuts)})
             for low, high in zip(edges, edges[1:], strict=False):
-                for start, run in shard.runs(low, high - low):
+                for start, run in shard.slices(low, high - low):
                     stored = flat[start : start + run.numel].clone()
                     shard_file[fragment_key(name, "param", run)] = stored
     save_file(shard_file, folder / "shard_00000.safetensors")
@@ -107,7 +107,7 @@ def test_what_one_split_wrote_another_reads(
                 shard = kinds[name](rank, sizes[1])
                 flat = shard.take(whole).flatten()
                 found = torch.zeros_like(flat)
-                for start, run in shard.runs(0, len(flat)):
+                for start, run in shard.slices(0, len(flat)):
                     found[start : start + run.numel] = reader.read_slice(name, "param", run)
                 assert torch.equal(found, flat)
 
@@ -146,7 +146,7 @@ def test_the_ranks_slices_are_the_initial_model(position: str, size: int, kv_hea
             assert shard.shape == wholes[name]
             whole = initial_value(config, name, shard.shape, 3)
             assert torch.equal(parameter, shard.take(whole))
-            for _, run in shard.runs(0, parameter.numel()) if shard.counts else ():
+            for _, run in shard.slices(0, parameter.numel()) if shard.is_primary_copy else ():
                 counted[name][elements(run)] += 1
     for name, count in counted.items():
         assert (count == 1).all(), name

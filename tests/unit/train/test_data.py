@@ -73,8 +73,8 @@ def test_ranks_read_a_steps_samples_in_turns_and_all_of_them(corpus: Path) -> No
     for share in shares:
         assert [tuple(batch.shape) for batch in share] == [(2, LENGTH + 1)] * 2
         assert all(batch.dtype == torch.int64 for batch in share)
-    turns = [batch for pair in zip(*shares, strict=True) for batch in pair]
-    assert torch.equal(torch.cat(turns), expected)
+    batches_in_order = [batch for pair in zip(*shares, strict=True) for batch in pair]
+    assert torch.equal(torch.cat(batches_in_order), expected)
     assert torch.equal(torch.cat(inputs.micro_batches(step, 0, 1)), expected)
     assert not torch.equal(torch.cat(inputs.micro_batches(0, 0, 1)), expected)
 

@@ -17,7 +17,7 @@ from alibi_lm.utils.logging import Console, console
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_an_error_is_told_even_where_the_log_has_no_room(
+def test_an_error_is_printed_even_where_the_log_has_no_room(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     console = Console()

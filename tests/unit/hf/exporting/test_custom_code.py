@@ -21,7 +21,7 @@ from alibi_lm.model.inference.generation import generate
 from alibi_lm.utils.errors import CheckpointError, ConfigError
 from tests.unit.hf.small_step import LENGTH, add_tokenizer, write_step
 
-STOCK = {"position": "alibi", "num_heads": 6}
+REFERENCE = {"position": "alibi", "num_heads": 6}
 MODELS: list[dict[str, Any]] = [
     {"position": "alibi", "window": 9, "num_heads": 12, "num_kv_heads": 4},
     {"position": "rotary", "architecture": "bloom"},
@@ -29,7 +29,7 @@ MODELS: list[dict[str, Any]] = [
     {"position": "sinusoidal", "architecture": "bloom", "tied_embeddings": False},
     {"position": "learned", "max_positions": 5 * LENGTH},
     {"position": "none", "num_kv_heads": 1},
-    STOCK,
+    REFERENCE,
 ]
 
 
@@ -44,7 +44,7 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("model", MODELS, ids=lambda m: "-".join(str(v) for v in m.values()))
 def test_the_same_logits_and_tokens(model: dict[str, Any], tmp_path: Path) -> None:
     step = write_step(tmp_path / "run", {"num_heads": 8, **model})
-    if model not in (STOCK, {"position": "none", "num_kv_heads": 1}):
+    if model not in (REFERENCE, {"position": "none", "num_kv_heads": 1}):
         with pytest.raises(ConfigError, match="--with-code"):
             export(step, tmp_path / "out")
     facts = export(step, tmp_path / "out", with_code=True)
@@ -132,7 +132,7 @@ def test_where_memory_is_short_bits_are_compared_and_the_card_says_so(
     assert facts["parity"]["kind"] == "weights"
     assert "logits are not" in capsys.readouterr().err
     assert "logits were **not** compared" in (tmp_path / "out" / "README.md").read_text()
-    stock = write_step(tmp_path / "other", {"num_heads": 8})
-    facts = export(stock, tmp_path / "stock")
-    assert facts["parity"]["kind"] == "blockwise", "the default of the stock classes"
+    reference = write_step(tmp_path / "other", {"num_heads": 8})
+    facts = export(reference, tmp_path / "reference")
+    assert facts["parity"]["kind"] == "blockwise", "the default of the reference classes"
     assert (len(facts["parity"]["logits"]), facts["parity"]["greedy_tokens_equal"]) == (2, 4)

@@ -1,4 +1,4 @@
-"""Exports of models that memory does not hold: what they take at their peak, proof included."""
+"""Exports of models that memory does not hold: peak memory, parity check included."""
 
 from __future__ import annotations
 

@@ -27,10 +27,10 @@ from pathlib import Path
 from alibi_lm.checkpoint.step import open_checkpoint
 from alibi_lm.hf.exporting.exporter import export
 from alibi_lm.hf.importing.importer import import_folder
-from alibi_lm.hf.parity import check as proofs
+from alibi_lm.hf.parity import check
 from alibi_lm.hf.parity.transformers_reference import transformers_class
 
-proofs.IMPORT_LENGTH = 24  # at more tokens, the stock class's scores are what memory holds
+check.IMPORT_LENGTH = 24  # at more tokens, the reference's scores are what memory holds
 
 def anonymous():
     # Not the pages of mapped files, which the system takes back when it needs them.
@@ -69,9 +69,9 @@ def measured(first: Path, out: Path, parity: str, what: str) -> int:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is measured by /proc")
-@pytest.mark.parametrize("shape", ["mpt", "bloom"])
-def test_memory_is_that_of_a_block(shape: str, tmp_path: Path) -> None:
-    model: dict[str, Any] = {"architecture": shape, "num_heads": 8, "num_layers": 48,
+@pytest.mark.parametrize("architecture", ["mpt", "bloom"])
+def test_memory_is_that_of_a_block(architecture: str, tmp_path: Path) -> None:
+    model: dict[str, Any] = {"architecture": architecture, "num_heads": 8, "num_layers": 48,
                              "hidden_size": 384,
                              "initializer_range": 0.02}  # fmt: skip
     step = write_step(tmp_path / "run", model)
@@ -81,7 +81,7 @@ def test_memory_is_that_of_a_block(shape: str, tmp_path: Path) -> None:
         "weights": measured(tmp_path / "run", tmp_path / "bits", "weights", "export"),
         "import": measured(tmp_path / "out", tmp_path / "again", "blockwise", "import"),
     }
-    print(f"{shape}: {num_bytes / 2**20:.0f} MiB of weights,", {
+    print(f"{architecture}: {num_bytes / 2**20:.0f} MiB of weights,", {
         name: f"{peak / 2**20:.0f} MiB" for name, peak in peaks.items()})  # fmt: skip
     assert all(0 < peak < num_bytes / 4 for peak in peaks.values()), (peaks, num_bytes)
 
@@ -114,11 +114,11 @@ def split_by_columns(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
 
 
 @pytest.mark.parametrize("kv_heads", [None, 4])
-@pytest.mark.parametrize("shape", ["mpt", "bloom"])
+@pytest.mark.parametrize("architecture", ["mpt", "bloom"])
 def test_a_checkpoint_in_any_layout_gives_the_same_folder(
-    shape: str, kv_heads: int | None, tmp_path: Path
+    architecture: str, kv_heads: int | None, tmp_path: Path
 ) -> None:
-    model = {"architecture": shape, "num_heads": 12, "num_kv_heads": kv_heads}
+    model = {"architecture": architecture, "num_heads": 12, "num_kv_heads": kv_heads}
     first = write_step(tmp_path / "a/run", model)
     place = "run/checkpoints/step_00000007"
     second = split_by_columns(first, tmp_path / "b" / place)
@@ -133,9 +133,9 @@ def test_a_checkpoint_in_any_layout_gives_the_same_folder(
             path.name: path.read_bytes() for path in (tmp_path / f"out_{number}").iterdir()
         })  # fmt: skip
     assert folders[1] == folders[2]
-    told = {"README.md", "alibi_lm_export.json"}  # these say how it was proved
-    whole, layered = ({k: v for k, v in f.items() if k not in told} for f in folders[:2])
-    assert whole == layered
+    descriptions = {"README.md", "alibi_lm_export.json"}  # these describe the parity check
+    whole, blockwise = ({k: v for k, v in f.items() if k not in descriptions} for f in folders[:2])
+    assert whole == blockwise
     assert b"one block of\neach in memory" in folders[1]["README.md"]
     assert b"greedy tokens" in folders[0]["README.md"]
 

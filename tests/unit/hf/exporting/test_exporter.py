@@ -1,4 +1,4 @@
-"""Exported folders against the stock classes of `transformers`, read in the plainest way."""
+"""Exported folders against the classes of `transformers`, loaded in the plainest way."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def names(folder: Path) -> list[str]:
     ("heads", "kv_heads"), [(8, None), (12, None), (12, 4), (8, 1)],
     ids=["8", "12", "12_grouped", "8_multi_query"],
 )  # fmt: skip
-@pytest.mark.parametrize("shape", ["mpt", "bloom"])
+@pytest.mark.parametrize("architecture", ["mpt", "bloom"])
 def test_stock_class_agrees(
-    shape: str, heads: int, kv_heads: int | None, tied: bool, tmp_path: Path
+    architecture: str, heads: int, kv_heads: int | None, tied: bool, tmp_path: Path
 ) -> None:
     model = {
-        "architecture": shape,
+        "architecture": architecture,
         "num_heads": heads,
         "num_kv_heads": kv_heads,
         "tied_embeddings": tied,
@@ -49,7 +49,7 @@ def test_stock_class_agrees(
     out = tmp_path / "out"
     facts = export(step, out)
     loaded = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
-    assert type(loaded) is {"mpt": MptForCausalLM, "bloom": BloomForCausalLM}[shape]
+    assert type(loaded) is {"mpt": MptForCausalLM, "bloom": BloomForCausalLM}[architecture]
     assert loaded.config.tie_word_embeddings is tied
     decoder = step.decoder()
     tokens = torch.randint(307, (2, 4 * LENGTH), generator=torch.Generator().manual_seed(5))
@@ -365,10 +365,10 @@ def test_an_export_that_lost_a_file_is_not_called_made(tmp_path: Path) -> None:
         export(step, tmp_path / "out")
 
 
-@pytest.mark.parametrize("shape", ["mpt", "bloom"])
-def test_exact_comparison_is_exact(shape: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("architecture", ["mpt", "bloom"])
+def test_exact_comparison_is_exact(architecture: str, tmp_path: Path) -> None:
     """What decides where fp32 rounding exceeds the tolerance: far below it, at great lengths."""
-    model = {"num_heads": 12, "architecture": shape, "num_layers": 1}
+    model = {"num_heads": 12, "architecture": architecture, "num_layers": 1}
     step = write_step(tmp_path / "run", model)
     export(step, tmp_path / "out")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager")

@@ -40,34 +40,34 @@ OUTSIDE = {
 }  # fmt: skip
 
 
-def parameters(shape: str) -> dict[str, tuple[int, ...]]:
+def parameters(architecture: str) -> dict[str, tuple[int, ...]]:
     """The parameters that the loader makes: it knows no name beside them."""
-    blocks, embedding, norms = OUTSIDE[shape]
+    blocks, embedding, norms = OUTSIDE[architecture]
     found: dict[str, tuple[int, ...]] = {f"{embedding}.weight": (VOCABULARY, HIDDEN)}
     for layer in range(LAYERS):
-        norms = [*norms, *(f"{blocks}.{layer}.{name}" for name in NORMS[shape])]
-        for name, (rows, columns) in LINEARS[shape].items():
+        norms = [*norms, *(f"{blocks}.{layer}.{name}" for name in NORMS[architecture])]
+        for name, (rows, columns) in LINEARS[architecture].items():
             found[f"{blocks}.{layer}.{name}.weight"] = (rows * HIDDEN, columns * HIDDEN)
             found[f"{blocks}.{layer}.{name}.bias"] = (rows * HIDDEN,)
     found |= {f"{name}.{kind}": (HIDDEN,) for name in norms for kind in ("weight", "bias")}
-    if shape == "mpt":  # no_bias takes them all away
+    if architecture == "mpt":  # no_bias takes them all away
         found = {name: size for name, size in found.items() if not name.endswith(".bias")}
     return found
 
 
-def exported(shape: str, tmp_path: Path) -> tuple[Path, Any]:
-    step = write_step(tmp_path / "run", {"num_heads": 12, "num_kv_heads": 4, "architecture": shape,
-                                         "vocab_size": VOCABULARY})  # fmt: skip
+def exported(architecture: str, tmp_path: Path) -> tuple[Path, Any]:
+    model = {"num_heads": 12, "num_kv_heads": 4, "architecture": architecture}
+    step = write_step(tmp_path / "run", model | {"vocab_size": VOCABULARY})
     add_tokenizer(step, tmp_path)
     export(step, tmp_path / "out", parity="weights", precision="bf16")
     return tmp_path / "out", AutoConfig.from_pretrained(tmp_path / "out")
 
 
-@pytest.mark.parametrize("shape", ["mpt", "bloom"])
-def test_what_both_loaders_ask(shape: str, tmp_path: Path) -> None:
-    folder, config = exported(shape, tmp_path)
+@pytest.mark.parametrize("architecture", ["mpt", "bloom"])
+def test_what_both_loaders_ask(architecture: str, tmp_path: Path) -> None:
+    folder, config = exported(architecture, tmp_path)
     names = {"mpt": ("MPTForCausalLM", "MptForCausalLM"), "bloom": ("BloomForCausalLM",)}
-    assert config.architectures[0] in names[shape]
+    assert config.architectures[0] in names[architecture]
     assert config.num_hidden_layers == LAYERS
     assert (config.hidden_size, config.num_attention_heads) == (HIDDEN, 12)
     assert config.vocab_size == VOCABULARY
@@ -77,14 +77,16 @@ def test_what_both_loaders_ask(shape: str, tmp_path: Path) -> None:
         assert getattr(config, key, 12) == 12
     # The longest input is the smallest of these.
     found = {key: getattr(config, key) for key in LENGTH_KEYS if getattr(config, key, None)}
-    assert found == {{"mpt": "max_seq_len", "bloom": "seq_length"}[shape]: 65536}
+    assert found == {{"mpt": "max_seq_len", "bloom": "seq_length"}[architecture]: 65536}
     assert 64 * LENGTH <= 65536
     # Without a setting of its own it takes a LayerNorm's epsilon, 1e-5.
     assert config.layer_norm_epsilon == torch.nn.LayerNorm(1).eps
     # The output is the embedding. (For an untied BLOOM it looks for a name that no folder has.)
     assert config.tie_word_embeddings is True
     stored = load_file(folder / "model.safetensors")
-    assert {name: tuple(tensor.shape) for name, tensor in stored.items()} == parameters(shape)
+    assert {name: tuple(tensor.shape) for name, tensor in stored.items()} == parameters(
+        architecture
+    )
     assert AutoTokenizer.from_pretrained(folder).is_fast
 
 

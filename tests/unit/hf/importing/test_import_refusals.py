@@ -25,8 +25,8 @@ Change = Callable[[Path], None]
 
 
 @pytest.fixture(scope="module")
-def stocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("stocks")
+def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("references")
     write_reference(folder / "whole", "bloom")
     write_reference(folder / "sharded", "bloom", max_shard_size="200KB")
     write_reference(folder / "mpt", "mpt")
@@ -155,12 +155,12 @@ CASES: list[tuple[str, Change, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("stock", "change", "message"), CASES, ids=[case[2] for case in CASES])
+@pytest.mark.parametrize(("reference", "change", "message"), CASES, ids=[case[2] for case in CASES])
 def test_refused_in_one_line_that_names_it(
-    stock: str, change: Change, message: str, stocks: Path, tmp_path: Path
+    reference: str, change: Change, message: str, references: Path, tmp_path: Path
 ) -> None:
-    folder = tmp_path / "stock"
-    shutil.copytree(stocks / stock, folder)
+    folder = tmp_path / "reference"
+    shutil.copytree(references / reference, folder)
     change(folder)
     before = sorted(tmp_path.rglob("*"))
     done = CliRunner().invoke(main, ["import", str(folder), str(tmp_path / "deep" / "run")])
@@ -170,12 +170,12 @@ def test_refused_in_one_line_that_names_it(
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_the_hubs_cache_is_read(stocks: Path, tmp_path: Path) -> None:
+def test_the_hubs_cache_is_read(references: Path, tmp_path: Path) -> None:
     """Its snapshots are links to the blobs beside them."""
     snapshot, blobs = tmp_path / "models--a--b/snapshots/123", tmp_path / "models--a--b/blobs"
     snapshot.mkdir(parents=True)
     blobs.mkdir()
-    for path in (stocks / "whole").iterdir():
+    for path in (references / "whole").iterdir():
         shutil.copyfile(path, blobs / f"blob-{path.name}")
         (snapshot / path.name).symlink_to(f"../../blobs/blob-{path.name}")
     done = CliRunner().invoke(main, ["import", str(snapshot), str(tmp_path / "run")])

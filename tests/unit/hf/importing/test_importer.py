@@ -1,4 +1,4 @@
-"""Imported folders against the stock classes, back through the export, and trained further."""
+"""Imported folders against the reference classes, back through the export, and trained further."""
 
 from __future__ import annotations
 
@@ -51,29 +51,31 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("heads", [12, 16])
-@pytest.mark.parametrize("shape", ["bloom", "mpt"])
+@pytest.mark.parametrize("architecture", ["bloom", "mpt"])
 def test_import_and_export_give_the_folder_back(
-    shape: str, heads: int, tied: bool, tmp_path: Path
+    architecture: str, heads: int, tied: bool, tmp_path: Path
 ) -> None:
-    stock = write_reference(tmp_path / "stock", shape, heads, tied, max_shard_size="100KB")
-    assert (tmp_path / "stock" / "model.safetensors.index.json").exists()
+    reference = write_reference(
+        tmp_path / "reference", architecture, heads, tied, max_shard_size="100KB"
+    )
+    assert (tmp_path / "reference" / "model.safetensors.index.json").exists()
     run = tmp_path / "run"
-    facts = import_folder(tmp_path / "stock", run, shard_bytes=150_000)
+    facts = import_folder(tmp_path / "reference", run, shard_bytes=150_000)
     assert facts["parity"]["greedy_tokens_equal"] == 64
     checkpoint = open_checkpoint(run)
     assert len(checkpoint.meta["shards"]) > 2
     tokens = torch.randint(VOCAB_SIZE, (2, 250), generator=torch.Generator().manual_seed(5))
     with torch.no_grad():
-        difference = (checkpoint.decoder()(tokens) - stock(tokens).logits).abs().max()
+        difference = (checkpoint.decoder()(tokens) - reference(tokens).logits).abs().max()
     assert float(difference) <= 1e-4
 
     checkpoint.config.train.sequence_length = 24
     export(checkpoint, tmp_path / "out")
-    assert same(tensors_of(tmp_path / "out"), tensors_of(tmp_path / "stock"))
-    before, after = (AutoConfig.from_pretrained(tmp_path / name) for name in ("stock", "out"))
-    for name in READ_BY_THE_CLASS[shape]:
+    assert same(tensors_of(tmp_path / "out"), tensors_of(tmp_path / "reference"))
+    before, after = (AutoConfig.from_pretrained(tmp_path / name) for name in ("reference", "out"))
+    for name in READ_BY_THE_CLASS[architecture]:
         assert getattr(after, name) == getattr(before, name), name
-    if shape == "mpt":
+    if architecture == "mpt":
         theirs, ours = (c.attn_config.to_dict() for c in (before, after))
         fields = type(before.attn_config).__annotations__
         assert {key: theirs[key] for key in fields} == {key: ours[key] for key in fields}
@@ -81,21 +83,21 @@ def test_import_and_export_give_the_folder_back(
 
 def test_half_precision_comes_back_as_it_was(tmp_path: Path) -> None:
     model = write_reference(tmp_path / "first", "bloom")
-    model.to(torch.bfloat16).save_pretrained(tmp_path / "stock")
-    import_folder(tmp_path / "stock", tmp_path / "run")
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "reference")
+    import_folder(tmp_path / "reference", tmp_path / "run")
     checkpoint = open_checkpoint(tmp_path / "run")
     checkpoint.config.train.sequence_length = 24
     export(checkpoint, tmp_path / "out", precision="bf16")
-    assert same(tensors_of(tmp_path / "out"), tensors_of(tmp_path / "stock"))
+    assert same(tensors_of(tmp_path / "out"), tensors_of(tmp_path / "reference"))
 
 
 def test_names_of_the_base_model_and_a_stored_copy_of_a_tied_matrix(tmp_path: Path) -> None:
-    write_reference(tmp_path / "stock", "bloom")
-    tensors = tensors_of(tmp_path / "stock")
+    write_reference(tmp_path / "reference", "bloom")
+    tensors = tensors_of(tmp_path / "reference")
     bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
     copy = tensors | {"lm_head.weight": tensors["transformer.word_embeddings.weight"].clone()}
     for name, content in (("bare", bare), ("copy", copy)):
-        shutil.copytree(tmp_path / "stock", tmp_path / name)
+        shutil.copytree(tmp_path / "reference", tmp_path / name)
         save_file(content, tmp_path / name / "model.safetensors", metadata={"format": "pt"})
         import_folder(tmp_path / name, tmp_path / f"run_{name}")
         weights = open_checkpoint(tmp_path / f"run_{name}").weights()
@@ -108,17 +110,19 @@ def test_names_of_the_base_model_and_a_stored_copy_of_a_tied_matrix(tmp_path: Pa
 
 
 def test_pickled_weights_only_where_asked_for(tmp_path: Path) -> None:
-    model = write_reference(tmp_path / "stock", "mpt")
-    torch.save(model.state_dict(), tmp_path / "stock" / "pytorch_model.bin")
-    (tmp_path / "stock" / "model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="stock: holds only pickled weights.*--allow-pickle"):
-        import_folder(tmp_path / "stock", tmp_path / "run")
+    model = write_reference(tmp_path / "reference", "mpt")
+    torch.save(model.state_dict(), tmp_path / "reference" / "pytorch_model.bin")
+    (tmp_path / "reference" / "model.safetensors").unlink()
+    with pytest.raises(
+        CheckpointError, match="reference: holds only pickled weights.*--allow-pickle"
+    ):
+        import_folder(tmp_path / "reference", tmp_path / "run")
     assert not (tmp_path / "run").exists()
-    import_folder(tmp_path / "stock", tmp_path / "run", allow_pickle=True)
-    torch.save({"transformer.wte.weight": Evil()}, tmp_path / "stock" / "pytorch_model.bin")
+    import_folder(tmp_path / "reference", tmp_path / "run", allow_pickle=True)
+    torch.save({"transformer.wte.weight": Evil()}, tmp_path / "reference" / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match=r"pytorch_model\.bin: .*holds more than tensors"):
-        import_folder(tmp_path / "stock", tmp_path / "other", allow_pickle=True)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "stock"]
+        import_folder(tmp_path / "reference", tmp_path / "other", allow_pickle=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["reference", "run"]
 
 
 class Evil:
@@ -132,7 +136,7 @@ def test_commands_work_on_an_imported_run(tmp_path: Path) -> None:
     """Our own export in, with its tokenizer: judged, generated from, exported again."""
     native = write_step(tmp_path / "native", {"num_heads": 12, "num_kv_heads": 4})
     add_tokenizer(native, tmp_path)
-    export(native, tmp_path / "stock")
+    export(native, tmp_path / "reference")
     add_validation(native, tmp_path / "text", ["".join(LINES * 40)])
     run = tmp_path / "run"
 
@@ -141,7 +145,7 @@ def test_commands_work_on_an_imported_run(tmp_path: Path) -> None:
         assert done.exit_code == 0, done.output
         return done.output
 
-    said = alibi_lm("import", tmp_path / "stock", run, "train.sequence_length=24",
+    said = alibi_lm("import", tmp_path / "reference", run, "train.sequence_length=24",
                     f"data.validation=[{tmp_path / 'text'}]")  # fmt: skip
     assert "logits within" in said
     text = "def f(x):\n"
@@ -153,27 +157,27 @@ def test_commands_work_on_an_imported_run(tmp_path: Path) -> None:
     result = json.loads((run / "evals/step_00000000/perplexity.json").read_text())
     assert [row["length"] for row in result["rows"]] == [24, 48]
     alibi_lm("export", run, tmp_path / "again")
-    assert same(tensors_of(tmp_path / "again"), tensors_of(tmp_path / "stock"))
+    assert same(tensors_of(tmp_path / "again"), tensors_of(tmp_path / "reference"))
     card = (tmp_path / "again" / "README.md").read_text()
     assert "imported from a folder of `MptForCausalLM`" in card
     text = load_tokenizer(run / "checkpoints/step_00000000/tokenizer").decode([70, 71, 72])
-    assert text == load_tokenizer(tmp_path / "stock").decode([70, 71, 72])
+    assert text == load_tokenizer(tmp_path / "reference").decode([70, 71, 72])
     # Any change to a folder that was exported here is found, also one that the shapes fit.
-    config = json.loads((tmp_path / "stock" / "config.json").read_text())
-    (tmp_path / "stock" / "config.json").write_text(json.dumps(config | {"n_heads": 8}))
+    config = json.loads((tmp_path / "reference" / "config.json").read_text())
+    (tmp_path / "reference" / "config.json").write_text(json.dumps(config | {"n_heads": 8}))
     with pytest.raises(CheckpointError, match=r"config\.json: was changed after its export"):
-        import_folder(tmp_path / "stock", tmp_path / "other")
+        import_folder(tmp_path / "reference", tmp_path / "other")
 
 
 def test_settings_of_the_run_may_be_given_and_those_of_the_model_not(tmp_path: Path) -> None:
-    write_reference(tmp_path / "stock", "mpt")
+    write_reference(tmp_path / "reference", "mpt")
     for override in ("model.num_heads=8", "model.window=9", "run.dir=elsewhere"):
         with pytest.raises(ConfigError, match=override.partition("=")[0]):
-            import_folder(tmp_path / "stock", tmp_path / "run", overrides=[override])
-    import_folder(tmp_path / "stock", tmp_path / "run", overrides=["train.sequence_length=64"])
+            import_folder(tmp_path / "reference", tmp_path / "run", overrides=[override])
+    import_folder(tmp_path / "reference", tmp_path / "run", overrides=["train.sequence_length=64"])
     assert open_checkpoint(tmp_path / "run").config.train.sequence_length == 64
     with pytest.raises(CheckpointError, match="run: already exists"):
-        import_folder(tmp_path / "stock", tmp_path / "run")
+        import_folder(tmp_path / "reference", tmp_path / "run")
 
 
 @pytest.mark.parametrize("parity", ["logits", "blockwise", "weights"])
@@ -182,12 +186,12 @@ def test_a_wrong_import_spec_leaves_nothing(
 ) -> None:
     from dataclasses import replace
 
-    write_reference(tmp_path / "stock", "bloom")
+    write_reference(tmp_path / "reference", "bloom")
     wrong = replace(importer.IMPORT_SPECS["bloom"], rows=lambda model, rows: rows)
     monkeypatch.setitem(importer.IMPORT_SPECS, "bloom", wrong)
     with pytest.raises(CheckpointError, match="differ"):
-        import_folder(tmp_path / "stock", tmp_path / "deep" / "run", parity=parity)
-    assert [path.name for path in tmp_path.iterdir()] == ["stock"]
+        import_folder(tmp_path / "reference", tmp_path / "deep" / "run", parity=parity)
+    assert [path.name for path in tmp_path.iterdir()] == ["reference"]
 
 
 def test_the_number_of_heads_is_believed_without_digests_and_a_line_says_so(
@@ -205,17 +209,17 @@ def test_the_number_of_heads_is_believed_without_digests_and_a_line_says_so(
 def test_the_declared_end_token_is_kept_by_import_and_export(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_reference(tmp_path / "stock", "mpt")
+    write_reference(tmp_path / "reference", "mpt")
     fast(
-        tmp_path / "stock",
+        tmp_path / "reference",
         ["<|endoftext|>", "<|im_end|>"],
         eos_token="<|im_end|>",
         tokenizer_class="PreTrainedTokenizerFast",
     )
-    path = tmp_path / "stock" / "config.json"
+    path = tmp_path / "reference" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": 0}))
-    (tmp_path / "stock" / "generation_config.json").unlink(missing_ok=True)
-    import_folder(tmp_path / "stock", tmp_path / "run")
+    (tmp_path / "reference" / "generation_config.json").unlink(missing_ok=True)
+    import_folder(tmp_path / "reference", tmp_path / "run")
     assert "eos_token_id = 0 is not the tokenizer's, 1" in capsys.readouterr().err
     checkpoint = open_checkpoint(tmp_path / "run")
     tokenizer = checkpoint.tokenizer()
@@ -227,7 +231,7 @@ def test_the_declared_end_token_is_kept_by_import_and_export(
     assert config["eos_token_id"] == 1
 
     path.write_text(json.dumps(config | {"eos_token_id": [1, 0]}))
-    import_folder(tmp_path / "stock", tmp_path / "both")
+    import_folder(tmp_path / "reference", tmp_path / "both")
     assert open_checkpoint(tmp_path / "both").tokenizer().stop_ids == (1, 0)  # type: ignore[union-attr]
     export(open_checkpoint(tmp_path / "both"), tmp_path / "both_out")
     for name in ("config.json", "generation_config.json"):

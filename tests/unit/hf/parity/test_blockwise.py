@@ -45,31 +45,34 @@ class Changed(StepWeights):
 
 @contextmanager
 def opened(
-    folder: Path, shape: str, tied: bool, weights: type[StepWeights] = StepWeights
+    folder: Path, architecture: str, tied: bool, weights: type[StepWeights] = StepWeights
 ) -> Iterator[tuple[ModelPair, Any]]:
-    """A folder of a stock class, the run made of it, and the whole stock model."""
+    """A folder of a reference class, the run made of it, and the whole reference model."""
     if not folder.exists():
-        write_reference(folder, shape, tied=tied)
+        write_reference(folder, architecture, tied=tied)
         import_folder(folder, folder.parent / "run", parity="weights")
-    step, import_spec = open_checkpoint(folder.parent / "run"), IMPORT_SPECS[shape]
-    stock = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    step, import_spec = open_checkpoint(folder.parent / "run"), IMPORT_SPECS[architecture]
+    reference = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     with (
         WeightsReader(folder, import_spec.prefix) as source,
         step.reader() as reader,
         torch.no_grad(),
     ):
         model = step.config.model
-        yield ModelPair(folder, source, import_spec, stock.config, model, weights(reader)), stock
+        yield (
+            ModelPair(folder, source, import_spec, reference.config, model, weights(reader)),
+            reference,
+        )
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("shape", ["bloom", "mpt"])
+@pytest.mark.parametrize("architecture", ["bloom", "mpt"])
 def test_both_models_by_block_are_the_whole_models(
-    shape: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    architecture: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(blockwise, "_ROWS_BYTES", 4 * 96 * 50)  # the vocabulary in seven parts
-    with opened(tmp_path / "stock", shape, tied) as (pair, stock):
-        expected = stock(TOKENS).logits
+    with opened(tmp_path / "reference", architecture, tied) as (pair, reference):
+        expected = reference(TOKENS).logits
         for dtype, step_tokens, portion in ((torch.float32, 280, 4096), (torch.float32, 100, 128),
                                             (torch.float64, 64, 200)):  # fmt: skip
             monkeypatch.setattr(blockwise, "_CHUNK_TOKENS", portion)
@@ -92,17 +95,17 @@ def test_a_changed_weight_is_found(
 ) -> None:
     monkeypatch.setattr(Changed, "name", name)
     with (
-        opened(tmp_path / "stock", "mpt", True, Changed) as (pair, _),
+        opened(tmp_path / "reference", "mpt", True, Changed) as (pair, _),
         pytest.raises(Mismatch, match="logits differ by .* at 70 tokens"),
     ):
         compare_logits_blockwise(pair.model, pair.weights, pair.reference, TOKENS[:, :70])
 
 
-@pytest.mark.parametrize("shape", ["bloom", "mpt"])
+@pytest.mark.parametrize("architecture", ["bloom", "mpt"])
 def test_the_same_tokens_are_generated_by_block_and_whole(
-    shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with opened(tmp_path / "stock", shape, False) as (pair, stock):
+    with opened(tmp_path / "reference", architecture, False) as (pair, reference):
         prompt = TOKENS[:, :30]
         chosen: list[int] = []
         following = _BlockwisePair.next_logits
@@ -116,14 +119,14 @@ def test_the_same_tokens_are_generated_by_block_and_whole(
         compare_greedy_blockwise(
             pair.model, pair.weights, pair.reference(torch.float32), prompt, num_tokens=6
         )
-        whole = stock.generate(prompt, max_new_tokens=6, do_sample=False, eos_token_id=None)
+        whole = reference.generate(prompt, max_new_tokens=6, do_sample=False, eos_token_id=None)
         assert chosen == whole[0, 30:].tolist()
 
 
 def test_a_cache_that_goes_wrong_is_found_by_generating(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with opened(tmp_path / "stock", "mpt", True) as (pair, _):
+    with opened(tmp_path / "reference", "mpt", True) as (pair, _):
         append = LayerKVCache.append
 
         def forgetful(self: LayerKVCache, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -156,7 +159,7 @@ def test_the_bars_end_where_they_said(
             bars[-1][1] += num_bytes
 
     monkeypatch.setattr(module, "Progress", Recorded)
-    with opened(tmp_path / "stock", "bloom", tied) as (pair, _):
+    with opened(tmp_path / "reference", "bloom", tied) as (pair, _):
         bars.clear()
         compare_logits_blockwise(pair.model, pair.weights, pair.reference, TOKENS[:, :70])
         compare_greedy_blockwise(pair.model, pair.weights, pair.reference(torch.float32),

@@ -1,4 +1,4 @@
-"""Kernels for GPUs: what of them can be told without one, and on one where there is one."""
+"""Kernels for GPUs: what can be checked without a GPU, and results on one where there is one."""
 
 from __future__ import annotations
 

@@ -54,11 +54,13 @@ def uncached(decoder: Decoder, prompt: list[int], count: int) -> list[int]:
 @pytest.mark.parametrize("window", [None, 9])
 @pytest.mark.parametrize("kv_heads", [6, 2, 1])
 @pytest.mark.parametrize("position", POSITIONS)
-@pytest.mark.parametrize("shape", ["mpt", "bloom"])
+@pytest.mark.parametrize("architecture", ["mpt", "bloom"])
 def test_cached_equals_uncached(
-    shape: Architecture, position: Position, kv_heads: int, window: int | None
+    architecture: Architecture, position: Position, kv_heads: int, window: int | None
 ) -> None:
-    decoder = make(architecture=shape, position=position, num_kv_heads=kv_heads, window=window)
+    decoder = make(
+        architecture=architecture, position=position, num_kv_heads=kv_heads, window=window
+    )
     tokens = some_tokens(2, 150)
     with torch.no_grad():
         whole = decoder(tokens)

@@ -1,4 +1,4 @@
-"""Losses of long inputs: the same as dense ones, in memory that horizons bound."""
+"""Losses of long inputs: the same as dense ones, in memory that the pruning bound limits."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from alibi_lm.model.inference.long_scoring import (
 
 
 def decoder(dtype: torch.dtype = torch.float32, **settings: object) -> Decoder:
-    shape = {"num_layers": 3, "hidden_size": 64, "num_heads": 4, "vocab_size": 97}
-    made = Decoder(ModelConfig(**{**shape, **settings}))  # type: ignore[arg-type]
+    sizes = {"num_layers": 3, "hidden_size": 64, "num_heads": 4, "vocab_size": 97}
+    made = Decoder(ModelConfig(**{**sizes, **settings}))  # type: ignore[arg-type]
     with torch.no_grad():
         # Scores of a trained size, where the initial ones are near 0.
         for name, weight in made.named_parameters():
@@ -37,23 +37,23 @@ def dense(model: Decoder, tokens: Tensor, targets: Tensor) -> Tensor:
         return model.losses(tokens[None], targets[None])[0]
 
 
-@pytest.mark.parametrize("shape", ["mpt", "bloom"])
+@pytest.mark.parametrize("architecture", ["mpt", "bloom"])
 @pytest.mark.parametrize("kv_heads", [None, 1])
 @pytest.mark.parametrize("num_layers", [1, 2, 4])
 def test_losses_are_the_dense_ones(
-    shape: str, kv_heads: int | None, num_layers: int, monkeypatch: pytest.MonkeyPatch
+    architecture: str, kv_heads: int | None, num_layers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(long_scoring, "CHUNK", 1024)
-    model = decoder(architecture=shape, num_kv_heads=kv_heads, num_layers=num_layers)
+    model = decoder(architecture=architecture, num_kv_heads=kv_heads, num_layers=num_layers)
     tokens, targets = sequence(4500)
     report = LongScoringReport()
     losses = long_losses(model, tokens, targets, 1e-6, report)
     assert torch.allclose(losses, dense(model, tokens, targets), rtol=0, atol=5e-5)
-    reaches = report.heads()
-    assert reaches.shape == (num_layers, 36, 4)
+    spans = report.heads()
+    assert spans.shape == (num_layers, 36, 4)
     assert report.num_tokens == 4500
     # The steepest head reads little, whatever it asks for here.
-    assert int(reaches[..., 0].max()) < 1024
+    assert int(spans[..., 0].max()) < 1024
 
 
 def test_reduced_precision_scores_as_the_dense_path_does() -> None:
@@ -97,14 +97,14 @@ def test_a_late_query_reaches_for_keys_long_gone(monkeypatch: pytest.MonkeyPatch
     tokens[-5] = 96
     report = LongScoringReport()
     losses = long_losses(model, tokens, targets, 1e-6, report)
-    reaches = report.heads()[0, :, 2]
-    assert int(reaches[:-1].max()) < 1500
-    assert int(reaches[-1]) > 4000
+    spans = report.heads()[0, :, 2]
+    assert int(spans[:-1].max()) < 1500
+    assert int(spans[-1]) > 4000
     assert report.recomputed > 0
     assert torch.allclose(losses, dense(model, tokens, targets), rtol=0, atol=1e-4)
 
 
-def test_models_without_horizons_are_refused_by_name() -> None:
+def test_models_without_a_pruning_bound_are_refused_by_name() -> None:
     tokens, targets = sequence(10)
     for settings, word in (({"position": "rotary"}, "rotary"), ({"window": 64}, "window")):
         model = decoder(**settings)

@@ -7,7 +7,7 @@ import pytest
 from alibi_lm.config import Config
 from alibi_lm.config_loading import build, to_dict
 from alibi_lm.train.checkpointing.resume import (
-    MAY_CHANGE,
+    RESUME_MAY_CHANGE,
     config_problems,
     data_problems,
     schedule_change,
@@ -68,7 +68,7 @@ def test_other_data_or_weights_are_refused() -> None:
 
 
 def test_every_name_in_the_list_is_a_setting() -> None:
-    for name in MAY_CHANGE:
+    for name in RESUME_MAY_CHANGE:
         value: Any = config()
         for part in name.split("."):
             assert hasattr(value, part), name

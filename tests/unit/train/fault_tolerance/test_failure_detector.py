@@ -1,4 +1,4 @@
-"""Which rank is lost or stuck, judged from signs of life alone."""
+"""Which rank is lost or stuck, decided from heartbeats alone."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 from alibi_lm.train.fault_tolerance.failure_detector import (
     GRACE,
     FailureDetector,
+    FailureVerdict,
     Heartbeat,
     Limits,
-    Verdict,
 )
 from alibi_lm.train.fault_tolerance.heartbeat import COMPUTING, READING, SAVING, STARTING
 from alibi_lm.utils.errors import EXIT_LOST, EXIT_STOPPED
@@ -20,32 +20,34 @@ HOSTS = ["node-1", "node-1", "node-2", "node-2"]
 SAVED = Path("run/checkpoints/step_00000010")
 
 
-def beats(judge: FailureDetector, *, but: tuple[int, ...] = (), count: int, step: int = 12) -> None:
+def send_heartbeats(
+    detector: FailureDetector, *, but: tuple[int, ...] = (), count: int, step: int = 12
+) -> None:
     for rank in range(len(HOSTS)):
         if rank not in but:
-            judge.heard(rank, Heartbeat(step, COMPUTING, count, warm=True))
+            detector.heard(rank, Heartbeat(step, COMPUTING, count, warmed_up=True))
 
 
 def run(
-    judge: FailureDetector, seconds: int, but: tuple[int, ...] = (), moves: bool = True
-) -> Verdict | None:
+    detector: FailureDetector, seconds: int, but: tuple[int, ...] = (), moves: bool = True
+) -> FailureVerdict | None:
     for second in range(seconds):
-        beats(judge, but=but, count=second if moves else 0)
-        if (verdict := judge.tick(1.0, SAVED)) is not None:
+        send_heartbeats(detector, but=but, count=second if moves else 0)
+        if (verdict := detector.tick(1.0, SAVED)) is not None:
             return verdict
     return None
 
 
 @pytest.fixture
-def judge() -> FailureDetector:
-    made = FailureDetector(HOSTS, Limits(silence=30.0, stuck=300.0))
-    assert run(made, 50) is None
-    return made
+def detector() -> FailureDetector:
+    detector = FailureDetector(HOSTS, Limits(heartbeat_timeout=30.0, hang_timeout=300.0))
+    assert run(detector, 50) is None
+    return detector
 
 
-def test_a_silent_host_is_named_with_its_ranks_and_the_step(judge: FailureDetector) -> None:
-    assert run(judge, 28, but=(2, 3)) is None
-    verdict = run(judge, 5, but=(2, 3))
+def test_a_silent_host_is_named_with_its_ranks_and_the_step(detector: FailureDetector) -> None:
+    assert run(detector, 28, but=(2, 3)) is None
+    verdict = run(detector, 5, but=(2, 3))
     assert verdict is not None
     assert verdict.code == EXIT_LOST
     assert verdict.line is not None
@@ -55,52 +57,52 @@ def test_a_silent_host_is_named_with_its_ranks_and_the_step(judge: FailureDetect
     assert verdict.line.endswith(f"resumes from the last checkpoint, {SAVED}")
 
 
-def test_a_short_silence_is_none(judge: FailureDetector) -> None:
+def test_a_short_silence_is_none(detector: FailureDetector) -> None:
     for _ in range(5):
-        assert run(judge, 25, but=(1,)) is None
-        assert run(judge, 1) is None
+        assert run(detector, 25, but=(1,)) is None
+        assert run(detector, 1) is None
 
 
-def test_silence_counts_by_the_judges_own_ticks_not_by_a_clock(judge: FailureDetector) -> None:
-    # A judge that was itself stopped for an hour sees one tick, not an hour.
-    assert judge.tick(2.0, SAVED) is None
+def test_silence_counts_by_ticks_not_by_a_clock(detector: FailureDetector) -> None:
+    # A detector that was itself stopped for an hour sees one tick, not an hour.
+    assert detector.tick(2.0, SAVED) is None
 
 
 def test_silence_can_be_allowed_for_ever() -> None:
-    judge = FailureDetector(HOSTS, Limits(silence=None, stuck=None))
-    assert run(judge, 10_000, but=(1,), moves=False) is None
+    detector = FailureDetector(HOSTS, Limits(heartbeat_timeout=None, hang_timeout=None))
+    assert run(detector, 10_000, but=(1,), moves=False) is None
 
 
 def test_a_process_that_ended_is_named_after_the_grace_and_not_if_it_comes_back(
-    judge: FailureDetector,
+    detector: FailureDetector,
 ) -> None:
-    judge.closed(1)
-    assert run(judge, 2, but=(1,)) is None
-    assert run(judge, 20) is None
-    judge.closed(1)
-    verdict = run(judge, int(GRACE) + 1, but=(1,))
+    detector.closed(1)
+    assert run(detector, 2, but=(1,)) is None
+    assert run(detector, 20) is None
+    detector.closed(1)
+    verdict = run(detector, int(GRACE) + 1, but=(1,))
     assert verdict is not None
     assert verdict.line is not None
     assert verdict.line.startswith("rank 1 on node-1: died without an error")
     assert "at step 12" in verdict.line
 
 
-def test_a_rank_that_has_done_its_work_may_go(judge: FailureDetector) -> None:
-    judge.stopped(3)
-    judge.closed(3)
-    assert run(judge, 1000, but=(3,)) is None
-    assert not judge.all_stopped(but=0)
+def test_a_rank_that_has_done_its_work_may_go(detector: FailureDetector) -> None:
+    detector.stopped(3)
+    detector.closed(3)
+    assert run(detector, 1000, but=(3,)) is None
+    assert not detector.all_stopped(but=0)
     for rank in (1, 2):
-        judge.stopped(rank)
-    assert judge.all_stopped(but=0)
+        detector.stopped(rank)
+    assert detector.all_stopped(but=0)
 
 
-def test_the_rank_furthest_back_is_the_one_that_is_stuck(judge: FailureDetector) -> None:
-    def still(seconds: int) -> Verdict | None:
+def test_the_rank_furthest_back_is_the_one_that_is_stuck(detector: FailureDetector) -> None:
+    def still(seconds: int) -> FailureVerdict | None:
         for _ in range(seconds):
-            beats(judge, but=(2,), count=0, step=13)
-            judge.heard(2, Heartbeat(13, READING, 7, warm=True))
-            if (verdict := judge.tick(1.0, SAVED)) is not None:
+            send_heartbeats(detector, but=(2,), count=0, step=13)
+            detector.heard(2, Heartbeat(13, READING, 7, warmed_up=True))
+            if (verdict := detector.tick(1.0, SAVED)) is not None:
                 return verdict
         return None
 
@@ -114,19 +116,19 @@ def test_the_rank_furthest_back_is_the_one_that_is_stuck(judge: FailureDetector)
     assert "reading data; the other ranks wait" in verdict.line
 
 
-def test_no_rank_is_stuck_while_any_moves(judge: FailureDetector) -> None:
+def test_no_rank_is_stuck_while_any_moves(detector: FailureDetector) -> None:
     for second in range(2000):  # rank 0 writes a large file, the others wait for it
         for rank in range(4):
-            judge.heard(rank, Heartbeat(20, SAVING, second if rank == 0 else 0, warm=True))
-        assert judge.tick(1.0, SAVED) is None
+            detector.heard(rank, Heartbeat(20, SAVING, second if rank == 0 else 0, warmed_up=True))
+        assert detector.tick(1.0, SAVED) is None
 
 
 def test_the_start_may_take_longer() -> None:
-    judge = FailureDetector(HOSTS, Limits(silence=30.0, stuck=300.0))
+    detector = FailureDetector(HOSTS, Limits(heartbeat_timeout=30.0, hang_timeout=300.0))
     for second in range(1, 1000):
         for rank in range(4):
-            judge.heard(rank, Heartbeat(0, STARTING, 0))
-        verdict = judge.tick(1.0, None)
+            detector.heard(rank, Heartbeat(0, STARTING, 0))
+        verdict = detector.tick(1.0, None)
         assert (verdict is None) == (second < 900)
         if verdict is not None:
             assert verdict.line is not None
@@ -136,32 +138,36 @@ def test_the_start_may_take_longer() -> None:
     raise AssertionError("never stuck")
 
 
-def test_after_a_failed_collective_less_is_enough(judge: FailureDetector) -> None:
-    judge.heard(0, Heartbeat(12, COMPUTING, 1, warm=True, failed="Connection closed by peer"))
+def test_after_a_failed_collective_less_is_enough(detector: FailureDetector) -> None:
+    detector.heard(
+        0, Heartbeat(12, COMPUTING, 1, warmed_up=True, failed="Connection closed by peer")
+    )
     for second in range(1, 20):
-        judge.heard(0, Heartbeat(12, COMPUTING, 1, warm=True, failed="Connection closed by peer"))
+        detector.heard(
+            0, Heartbeat(12, COMPUTING, 1, warmed_up=True, failed="Connection closed by peer")
+        )
         for rank in (1, 2):
-            judge.heard(rank, Heartbeat(12, COMPUTING, second, warm=True))
-        verdict = judge.tick(1.0, SAVED)
+            detector.heard(rank, Heartbeat(12, COMPUTING, second, warmed_up=True))
+        verdict = detector.tick(1.0, SAVED)
         if verdict is not None:
             assert second == 9  # the fixture's last second counts
             assert verdict.line is not None
             assert verdict.line.startswith("rank 3 on node-2: sent no heartbeat for 10 s")
             return
-    raise AssertionError("never judged")
+    raise AssertionError("never detected")
 
 
 def test_one_that_leaves_with_its_own_line_takes_the_others_along_in_silence(
-    judge: FailureDetector,
+    detector: FailureDetector,
 ) -> None:
-    judge.heard(2, Heartbeat(12, COMPUTING, 1, left=EXIT_STOPPED))
-    assert run(judge, int(GRACE) - 1, but=(2,)) is None
-    assert run(judge, 2, but=(2,)) == Verdict(EXIT_STOPPED, None)
+    detector.heard(2, Heartbeat(12, COMPUTING, 1, exit_code=EXIT_STOPPED))
+    assert run(detector, int(GRACE) - 1, but=(2,)) is None
+    assert run(detector, 2, but=(2,)) == FailureVerdict(EXIT_STOPPED, None)
 
 
-def test_one_that_leaves_by_a_defect_is_named_with_its_error(judge: FailureDetector) -> None:
-    judge.heard(2, Heartbeat(12, COMPUTING, 1, left=1, why="ValueError: wrong shape"))
-    verdict = run(judge, int(GRACE) + 1, but=(2,))
+def test_one_that_leaves_by_a_defect_is_named_with_its_error(detector: FailureDetector) -> None:
+    detector.heard(2, Heartbeat(12, COMPUTING, 1, exit_code=1, error="ValueError: wrong shape"))
+    verdict = run(detector, int(GRACE) + 1, but=(2,))
     assert verdict is not None
     assert verdict.code == EXIT_LOST
     assert verdict.line is not None
@@ -170,18 +176,18 @@ def test_one_that_leaves_by_a_defect_is_named_with_its_error(judge: FailureDetec
 
 
 def test_many_lost_ranks_are_counted_not_listed() -> None:
-    judge = FailureDetector([f"node-{rank // 8}" for rank in range(32)], Limits(30.0, None))
-    judge.heard(0, Heartbeat(3, COMPUTING, 1))
+    detector = FailureDetector([f"node-{rank // 8}" for rank in range(32)], Limits(30.0, None))
+    detector.heard(0, Heartbeat(3, COMPUTING, 1))
     for _ in range(30):
-        judge.heard(0, Heartbeat(3, COMPUTING, 1))
-        verdict = judge.tick(1.0, None)
+        detector.heard(0, Heartbeat(3, COMPUTING, 1))
+        verdict = detector.tick(1.0, None)
     assert verdict is not None
     assert verdict.line is not None
     assert "ranks 1, 2, 3, 4, 5, 6 and 7 on node-0, ranks 8, 9, 10" in verdict.line
-    judge = FailureDetector([f"node-{rank // 8}" for rank in range(128)], Limits(30.0, None))
+    detector = FailureDetector([f"node-{rank // 8}" for rank in range(128)], Limits(30.0, None))
     for _ in range(30):
-        judge.heard(0, Heartbeat(3, COMPUTING, 1))
-        verdict = judge.tick(1.0, None)
+        detector.heard(0, Heartbeat(3, COMPUTING, 1))
+        verdict = detector.tick(1.0, None)
     assert verdict is not None
     assert verdict.line is not None
     assert "node-3 (all of that host) and 12 more hosts: sent" in verdict.line

@@ -20,7 +20,7 @@ from alibi_lm.model.config import ModelConfig
 from alibi_lm.model.decoder import Decoder
 from alibi_lm.train.fault_tolerance import heartbeat_server
 from alibi_lm.train.fault_tolerance.connection import Connection, listen
-from alibi_lm.train.fault_tolerance.failure_detector import Heartbeat, Limits, Verdict
+from alibi_lm.train.fault_tolerance.failure_detector import FailureVerdict, Heartbeat, Limits
 from alibi_lm.train.fault_tolerance.heartbeat import COMPUTING, STARTING, ActivityTracker
 from alibi_lm.train.fault_tolerance.heartbeat_server import HeartbeatClient, HeartbeatServer
 from alibi_lm.train.fault_tolerance.watchdog import is_communication_failure
@@ -34,7 +34,7 @@ class Team:
     """Three ranks whose ends are recorded instead of carried out."""
 
     def __init__(self, silence: float | None = 60.0) -> None:
-        self.ends: queue.Queue[tuple[int, Verdict, bool]] = queue.Queue()
+        self.ends: queue.Queue[tuple[int, FailureVerdict, bool]] = queue.Queue()
         self.activity = [ActivityTracker() for _ in HOSTS]
         for each in self.activity:
             each.at(COMPUTING, 7)
@@ -58,8 +58,8 @@ class Team:
             rank, place, connection, HOSTS, pids, self.limits, self.activity[rank], self._ends(rank)
         )
 
-    def _ends(self, rank: int) -> Callable[[Verdict, bool], None]:
-        def end(verdict: Verdict, speak: bool) -> None:
+    def _ends(self, rank: int) -> Callable[[FailureVerdict, bool], None]:
+        def end(verdict: FailureVerdict, speak: bool) -> None:
             self.ends.put((rank, verdict, speak))
 
         return end
@@ -70,7 +70,7 @@ class Team:
             assert time.monotonic() < give_up
             time.sleep(0.005)
 
-    def end(self) -> tuple[int, Verdict, bool]:
+    def end(self) -> tuple[int, FailureVerdict, bool]:
         return self.ends.get(timeout=30)
 
     def stop(self) -> None:
@@ -97,7 +97,7 @@ def test_a_clean_end_is_nobodys_death(quick: None) -> None:
     assert not any(watcher.is_alive() for watcher in (team.server, *team.clients))
 
 
-def test_a_rank_that_dies_is_told_to_all_and_said_once(quick: None) -> None:
+def test_a_dead_rank_is_reported_to_all_and_printed_once(quick: None) -> None:
     team = Team()
     dead = team.clients[1]
     dead._exchange = lambda message: [{}] * dead._stopping.wait(60)  # type: ignore[method-assign]
@@ -113,7 +113,7 @@ def test_a_rank_that_dies_is_told_to_all_and_said_once(quick: None) -> None:
     team.clients[1].stop(None, 10.0)
 
 
-def test_a_broken_connection_is_made_again(quick: None) -> None:
+def test_a_broken_connection_is_reopened(quick: None) -> None:
     team = Team()
     before = team.server._connections[1]
     assert team.clients[0]._connection is not None
@@ -139,15 +139,15 @@ def test_rank_0_silent_is_said_by_the_first_rank_of_each_host(quick: None) -> No
 
 def test_last_words_reach_rank_0_before_the_connection_goes(quick: None) -> None:
     team = Team()
-    team.clients[1].stop(Heartbeat(left=EXIT_NOT_FINITE), 10.0)
+    team.clients[1].stop(Heartbeat(exit_code=EXIT_NOT_FINITE), 10.0)
     ends = sorted([team.end(), team.end()], key=lambda end: end[0])
     assert [end[0] for end in ends] == [0, 1]
-    assert {end[1] for end in ends} == {Verdict(EXIT_NOT_FINITE, None)}
+    assert {end[1] for end in ends} == {FailureVerdict(EXIT_NOT_FINITE, None)}
 
 
 def test_rank_0_leaving_takes_the_others_along(quick: None) -> None:
     team = Team()
-    team.server.stop(Heartbeat(left=1, why="ValueError: no"), 10.0)
+    team.server.stop(Heartbeat(exit_code=1, error="ValueError: no"), 10.0)
     ends = [team.end(), team.end()]
     assert {end[0] for end in ends} == {1, 2}
     for _, verdict, speak in ends:
@@ -215,9 +215,9 @@ def test_progress_moves_with_phases_layers_files_and_debuggers(tmp_path: Path) -
     before = activity.count()
     model(torch.zeros(1, 2, dtype=torch.int64))
     assert activity.count() > before
-    assert not activity.warm
+    assert not activity.warmed_up
     activity.at(COMPUTING, 2)
-    assert activity.warm
+    assert activity.warmed_up
 
 
 def test_a_rank_in_a_debugger_is_not_stuck() -> None:

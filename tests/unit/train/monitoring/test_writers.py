@@ -31,7 +31,7 @@ def config(run: Path, **train: Any) -> Config:
 
 
 def report(config: Config, first: int, last: int, start: int = 0) -> None:
-    """Steps `first` to `last` of a run that goes on from step `start`."""
+    """Steps `first` to `last` of a run that resumes from step `start`."""
     metrics = Metrics(Path(config.run.dir), 10, start, open_writers(config, start))
     for step in range(first, last + 1):
         result = StepResult(5.0 - step / 10, grad_norm=1.0, learning_rate=1e-3, skipped=False)
@@ -128,9 +128,7 @@ def test_wandb_gets_curves_and_hyperparameters_and_goes_on_after_a_stop(
     assert "wandb https://wandb.example/run" in capsys.readouterr().out
 
 
-def test_without_wandb_in_the_config_nothing_is_told_to_it(
-    tmp_path: Path, package: StandIn
-) -> None:
+def test_without_wandb_in_the_config_it_is_not_called(tmp_path: Path, package: StandIn) -> None:
     report(config(tmp_path), 1, 1)
     assert package.calls == []
     assert not (tmp_path / "wandb.json").exists()
