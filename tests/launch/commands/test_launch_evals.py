@@ -131,6 +131,31 @@ def test_two_ranks_judge_as_one(run: Path, tmp_path: Path) -> None:
         assert output.count(f"{name}: {job['out']}/{name}.json") == 1  # rank 0 alone speaks
 
 
+def test_two_ranks_resume_with_the_next_part(run: Path, tmp_path: Path) -> None:
+    """All ranks skip what rank 0 kept, and the result is the one of an uninterrupted run."""
+    job = {"eval_model": str(run), "engine": None, "tp": 1, "eval": "perplexity",
+           "overrides": [*PERPLEXITY, f"corpus={run.parent / 'validation'}"]}  # fmt: skip
+    whole, again = str(tmp_path / "whole"), str(tmp_path / "again")
+    jobs = [
+        job | {"out": whole},
+        job | {"out": again, "stop_after": 2},
+        job | {"out": again, "stop_after": 7},
+        job | {"out": again},
+    ]
+    output = judge(tmp_path, jobs)
+    for count in (2, 7):
+        kept = f"perplexity keeps {count} of 10 parts in {again}/perplexity.partial.json"
+        assert output.count(f"interrupted: {kept}; run the same command to resume") == 1
+        assert output.count(f"perplexity: resuming with {count} of 10 parts") == 1
+    results = [json.loads((Path(out) / "perplexity.json").read_text()) for out in (whole, again)]
+    for result in results:
+        for part in (result, result["sliding"], result["fixed_target"]):
+            del part["seconds"]
+        del result["tokens_per_second"]
+    assert results[0] == results[1]
+    assert not (tmp_path / "again" / "perplexity.partial.json").exists()
+
+
 def test_ranks_that_share_a_models_heads_leave_far_keys_out(run: Path, tmp_path: Path) -> None:
     long = [*LONG, f"corpus={run.parent / 'long'}"]
     jobs = [
