@@ -17,6 +17,9 @@ from alibi_lm.utils.settings import Section, examine
 
 S = TypeVar("S", bound=Section)
 
+_INDEX = re.compile(r"\[(\d+)\]")
+"""A list index in brackets."""
+
 
 # PyYAML lets errors of the values it makes (dates, huge numbers, list keys) through as they are.
 _NOT_YAML = (yaml.YAMLError, ValueError, TypeError, OverflowError, RecursionError)
@@ -83,7 +86,8 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
 def apply_overrides(raw: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """A copy of `raw` with each `section.key=value` set; values are read as YAML.
 
-    A number as a path part indexes a list: `data.corpora.0.weight=0.5`.
+    A number as a path part indexes a list: `data.corpora.0.weight=0.5` or
+    `data.corpora[0].weight=0.5`.
 
     Raises:
         ConfigError: an override has no `=`, no key, or a value that is not YAML.
@@ -95,7 +99,7 @@ def apply_overrides(raw: Mapping[str, Any], overrides: Sequence[str]) -> dict[st
         try:
             if not equals or not key:
                 raise ValueError("is not of the form section.key=value")
-            _assign(result, key.split("."), yaml.load(text, _Loader))
+            _assign(result, _INDEX.sub(r".\1", key).split("."), yaml.load(text, _Loader))
         except _NOT_YAML as error:
             detail = " ".join(str(error).split())
             problems.append(Problem(override, None, detail, "write section.key=value"))

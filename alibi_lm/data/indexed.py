@@ -242,7 +242,11 @@ def _read_header(path: Path) -> tuple[np.dtype[Any], int, int]:
         with path.open("rb") as file:
             head = file.read(_HEADER.size)
     except OSError as error:
-        raise DataError(Problem(str(path), None, _reason(error), "check the prefix")) from None
+        named = path.with_suffix("")
+        fix = "check the prefix"
+        if named.suffix in (".bin", ".idx"):
+            fix = f"a prefix has no ending: give {named.with_suffix('')}"
+        raise DataError(Problem(str(path), None, _reason(error), fix)) from None
     if head[: len(MAGIC)] != MAGIC[: len(head)] or not head:
         rule = "is not a memory-mapped Megatron index (MMIDIDX)"
         raise DataError(Problem(str(path), None, rule, fix))

@@ -89,12 +89,15 @@ def test_overrides_take_precedence_and_reach_into_lists() -> None:
     raw = {"name": "a", "items": [{"rate": 1}, {"rate": 2}]}
     outer = build(Outer, apply_overrides(raw, ["items.1.rate=5", "inner.kind=linear", "name=b"]))
     assert outer.items[1].rate == 5.0
+    assert apply_overrides(raw, ["items[1].rate=5"]) == apply_overrides(raw, ["items.1.rate=5"])
     assert outer.inner.kind == "linear"
     assert outer.name == "b"
     assert raw["name"] == "a"
 
 
-@pytest.mark.parametrize("override", ["name", "=1", "items.7.rate=1", "name.x=1", "inner.rate=[1"])
+@pytest.mark.parametrize(
+    "override", ["name", "=1", "items.7.rate=1", "items[7].rate=1", "name.x=1", "inner.rate=[1"]
+)
 def test_a_bad_override_is_named(override: str) -> None:
     with pytest.raises(ConfigError) as caught:
         apply_overrides({"name": "a", "items": [{}]}, [override])

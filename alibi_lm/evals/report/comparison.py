@@ -14,6 +14,7 @@ from alibi_lm.evals.registry import EVALS
 from alibi_lm.evals.report import html_pages
 from alibi_lm.utils.errors import ConfigError, DataError, Problem
 from alibi_lm.utils.files import write_text
+from alibi_lm.utils.logging import console
 
 PAGE = "comparison.html"
 
@@ -53,6 +54,8 @@ def names_of(eval_models: Sequence[EvalModel]) -> list[str]:
 def write_comparison(eval_models: Sequence[EvalModel], path: Path) -> Path:
     """Write what has been measured on several models as one page, its PNGs beside it.
 
+    Warns of each model on which nothing has been measured.
+
     Raises:
         ConfigError: fewer than two models, or one twice.
         DataError: nothing has been measured on any of them, or nothing that can be compared.
@@ -77,6 +80,8 @@ def write_comparison(eval_models: Sequence[EvalModel], path: Path) -> Path:
         verdicts=verdict_rows(names, found),
     )
     write_text(path, page)
+    for name in unmeasured(names, found):
+        console.warning(f"{name}: nothing has been measured; see `alibi-lm eval --help`")
     return path
 
 

@@ -103,7 +103,7 @@ def loss_figure(metrics: Metrics) -> Figure:
     axes.set_xlabel("step", color=INK)
     axes.set_ylabel("loss (nats a token)", color=INK)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    _limit_loss_axis(axes, losses)
+    _limit_loss_axis(axes, steps, losses)
     axes.legend(frameon=False, fontsize=10, labelcolor=INK)
     title(axes, "Loss")
     return figure
@@ -119,12 +119,17 @@ def _smooth(losses: Sequence[float]) -> list[float] | None:
     return [float((sums[b] - sums[a]) / (b - a)) for a, b in edges]
 
 
-def _limit_loss_axis(axes: Axes, losses: Sequence[float]) -> None:
+def _limit_loss_axis(axes: Axes, steps: Sequence[int], losses: Sequence[float]) -> None:
     # The first steps' high losses would flatten the part of the curve that is worth seeing.
-    if len(losses) >= 20:
-        low, high = min(losses), max(losses[len(losses) // 20 :])
-        margin = 0.05 * max(high - low, 1e-3)
-        axes.set_ylim(min(low, axes.dataLim.y0) - margin, high + margin)
+    if len(losses) < 20:
+        return
+    low, high = min(losses), max(losses[len(losses) // 20 :])
+    margin = 0.05 * max(high - low, 1e-3)
+    axes.set_ylim(min(low, axes.dataLim.y0) - margin, high + margin)
+    if axes.dataLim.y1 > high + margin:
+        first = next(step for step, loss in zip(steps, losses, strict=True) if loss <= high)
+        note = f"axis cut: losses before step {first:,} reach {axes.dataLim.y1:.2f}"
+        axes.set_title(note, loc="right", fontsize=10, color=MUTED, pad=10)
 
 
 Curve = Sequence[tuple[float, float]]
@@ -170,17 +175,7 @@ def perplexity_curve(
     lengths = [length for length, _ in curve]
     axes.plot(lengths, [value for _, value in curve], color=BLUE, marker="o", markersize=6,
               linewidth=2, label=label)  # fmt: skip
-    for length, value in curve:
-        axes.annotate(
-            f"{value:.2f}",
-            (length, value),
-            textcoords="offset points",
-            xytext=(0, 9),
-            ha="center",
-            fontsize=10,
-            color=INK,
-            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1, "alpha": 0.7},
-        )
+    _label_values(axes, curve)
     mark_training_length(axes, training_length)
     axes.set_xscale("log", base=2)
     if len(lengths) == 1:
@@ -189,7 +184,32 @@ def perplexity_curve(
     axes.margins(x=0.06, y=0.18)
     axes.set_xlabel(f"{what} (tokens, log scale)", color=INK)
     axes.set_ylabel("perplexity", color=INK)
-    axes.legend(frameon=False, fontsize=10, labelcolor=INK)
+    legend_below(axes)
+
+
+def _label_values(axes: Axes, curve: Curve) -> None:
+    """Write each value beside its point, off the curve and off a line up from the point."""
+    values = [value for _, value in curve]
+    for index, (length, value) in enumerate(curve):
+        before = values[index - 1] if index else value
+        after = values[index + 1] if index + 1 < len(values) else value
+        falls = before > value or (before == value and after < value)
+        valley = before > value < after
+        axes.annotate(
+            f"{value:.2f}",
+            (length, value),
+            textcoords="offset points",
+            xytext=(5 if falls else -5, -16 if valley else 7),
+            ha="left" if falls else "right",
+            fontsize=10,
+            color=INK,
+        )
+
+
+def legend_below(axes: Axes) -> None:
+    """A legend under the horizontal axis, where neither data nor marked lengths are."""
+    axes.legend(frameon=False, fontsize=10, labelcolor=INK, loc="upper left",
+                bbox_to_anchor=(0, -0.17), borderaxespad=0, ncols=3)  # fmt: skip
 
 
 def mark_training_length(axes: Axes, training_length: float, what: str = "training length") -> None:

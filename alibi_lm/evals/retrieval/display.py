@@ -69,7 +69,7 @@ def needle_table(result: NeedleResult) -> list[str]:
 def needle_figures(result: NeedleResult) -> dict[str, Figure]:
     """Depth by length heatmaps of ranking and of generation, and both by distance."""
     lengths, depths = result.lengths, result.depths
-    size = (3.4 + 1.1 * len(lengths), 2.2 + 0.5 * len(depths))
+    size = (max(10.5, 3.4 + 1.1 * len(lengths)), 2.2 + 0.5 * len(depths))
     figure = Figure(figsize=size, layout="constrained", facecolor="white")
     left, right = figure.subplots(1, 2, sharey=True)
     cells = {(cell.length, cell.depth): cell for cell in result.cells}
@@ -97,7 +97,7 @@ def retrieval_figures(result: RetrievalResult) -> dict[str, Figure]:
     A task and length without prompts stays empty.
     """
     lengths, names = result.lengths, [task.name for task in result.tasks]
-    size = (3.6 + 1.1 * len(lengths), 1.9 + 0.42 * len(names))
+    size = (max(9.0, 3.6 + 1.1 * len(lengths)), 1.9 + 0.42 * len(names))
     figure = Figure(figsize=size, layout="constrained", facecolor="white")
     axes = figure.subplots()
     rates = {(cell.task, cell.length): cell.score.rate for cell in result.cells}
@@ -144,7 +144,7 @@ def distance_figure(
     plots.share_axis(axes)
     axes.set_xlabel("tokens from the fact to the end of the prompt", color=INK)
     axes.set_ylabel("right", color=INK)
-    axes.legend(frameon=False, fontsize=10, labelcolor=INK)
+    plots.legend_below(axes)
     plots.title(axes, heading)
     return figure
 

@@ -167,6 +167,8 @@ def test_an_incomplete_document_index_is_completed(
 def test_missing_files_and_a_bin_of_another_index(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="corpus.idx: no such file"):
         TokenFile(tmp_path / "corpus")
+    with pytest.raises(DataError, match="a prefix has no ending: give .*/corpus$"):
+        TokenFile(tmp_path / "corpus.bin")
     write_by_hand(tmp_path / "corpus", DOCUMENTS)
     (tmp_path / "corpus.bin").write_bytes(bytes(100))
     with pytest.raises(DataError, match="22 bytes expected, 100 bytes found"):

@@ -73,12 +73,15 @@ def test_two_models_stand_on_one_page(tmp_path: Path) -> None:
     assert rows.count(("two", "no")) == 1
 
 
-def test_a_model_without_an_eval_is_left_out_of_it(tmp_path: Path) -> None:
+def test_a_model_without_an_eval_is_left_out_of_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     one, two = eval_model(tmp_path / "one"), eval_model(tmp_path / "two")
     with pytest.raises(DataError, match="none of them has been measured"):
         write_comparison([one, two], tmp_path / "both.html")
     measure(one, 2.0)
     page = write_comparison([one, two], tmp_path / "both.html").read_text()
+    assert "two: nothing has been measured" in capsys.readouterr().err
     assert page.count("<td>one</td><td>perplexity</td>") == 2
     assert "<td>two</td><td>perplexity</td>" not in page
 

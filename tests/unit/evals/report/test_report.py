@@ -15,8 +15,9 @@ import torch
 from alibi_lm.evals.config import NeedleConfig, PerplexityConfig
 from alibi_lm.evals.models.base import NativeModel
 from alibi_lm.evals.perplexity.evaluation import Perplexity
+from alibi_lm.evals.report.plots import axes_of, loss_figure, perplexity_curve, png
 from alibi_lm.evals.report.report import slope_rows, summary_lines, write_report
-from alibi_lm.evals.report.training_metrics import read_metrics
+from alibi_lm.evals.report.training_metrics import Metrics, Point, read_metrics
 from alibi_lm.evals.results import evaluate, run_and_store
 from alibi_lm.evals.retrieval.needle import Needle
 from alibi_lm.evals.suite import read_suite
@@ -208,6 +209,35 @@ def test_metrics_are_read_up_to_the_step_and_a_cut_line_is_left_out(tmp_path: Pa
     path.write_text('{"step": 610, "lo\n' + whole)
     with pytest.raises(CheckpointError, match="line 1 is not JSON"):
         read_metrics(tmp_path)
+
+
+def test_the_loss_figure_says_that_its_axis_is_cut() -> None:
+    def note(losses: list[float]) -> str:
+        points = [Point(step, loss, 0, 0.0) for step, loss in enumerate(losses, start=1)]
+        figure = loss_figure(Metrics(points, {}))
+        return figure.axes[0].get_title(loc="right")
+
+    assert note([10.5, 9.0] + [3.0] * 58) == "axis cut: losses before step 3 reach 10.50"
+    assert note([3.0] * 60) == ""
+    assert note([10.5, 9.0]) == ""
+
+
+@pytest.mark.parametrize(
+    "values", [(7.0, 6.0, 5.0), (5.0, 6.0, 7.0), (6.0, 5.0, 6.0), (5.0, 6.0, 5.0), (5.0, 5.0, 6.0)]
+)
+def test_values_and_the_legend_lie_off_the_red_line_and_the_curve(
+    values: tuple[float, ...],
+) -> None:
+    figure, axes = axes_of(9, 4.2)
+    perplexity_curve(axes, list(zip((512, 1024, 2048), values, strict=True)), 1024, "length")
+    png(figure)  # lays it out
+    legend = axes.get_legend()
+    assert legend is not None
+    assert legend.get_window_extent().y1 < axes.get_window_extent().y0
+    curve, line = (drawn.get_path().transformed(drawn.get_transform()) for drawn in axes.lines)
+    for text in axes.texts:
+        assert not curve.intersects_bbox(text.get_window_extent(), filled=False)
+        assert not line.intersects_bbox(text.get_window_extent(), filled=False)
 
 
 def test_slopes_have_their_horizon(step: Any) -> None:

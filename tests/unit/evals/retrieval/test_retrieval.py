@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
@@ -127,7 +128,13 @@ def test_the_report_shows_it(oracle: Any, oracle_subject: NativeModel) -> None:
             self.text += data
 
     page = Page()
-    page.feed(write_report(oracle_subject).read_text(encoding="utf-8"))
+    source = write_report(oracle_subject).read_text(encoding="utf-8")
+    page.feed(source)
+    (table,) = re.findall(r'<div class="wide"><table class="narrow">(.*?)</table></div>', source,
+                          re.DOTALL)  # fmt: skip
+    assert re.findall("<th>(.*?)</th>", table)[-4:] == ["fwe", "qa 1", "qa 2", "average"]
+    assert ".wide { overflow-x: auto; }" in source
+    assert re.search(r"\.narrow th { white-space: normal;", source)
     for words in (
         "Effective length at 85.6%: 4,096 or more",
         "k_max, the largest distance",
