@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
+from alibi_lm.checkpoint.config_paths import CONFIG_FOLDERS, moved_folders
 from alibi_lm.checkpoint.folder import (
     damage,
     read_meta,
@@ -61,6 +62,8 @@ def convert(source: Path, out: Path, *, num_shards: int = 1, weights_only: bool 
     if out.exists():
         raise CheckpointError(Problem(str(out), None, "is there already", "name another folder"))
     meta = verify(folder)
+    if CONFIG_FOLDERS in meta:
+        meta[CONFIG_FOLDERS] = moved_folders(meta[CONFIG_FOLDERS], folder, out)
     if step_number(out) not in (None, meta["step"]):
         rule = f"is the name of another step than {meta['step']}"
         raise CheckpointError(Problem(str(out), None, rule, f"call it {folder.name}"))

@@ -68,6 +68,12 @@ def step_number(folder: Path) -> int | None:
     return None if match is None else int(match.group(1))
 
 
+def run_of(step_folder: Path) -> Path:
+    """The run that a step folder belongs to; the step folder itself where it stands alone."""
+    parent = step_folder.parent
+    return parent.parent if parent.name == CHECKPOINTS else step_folder
+
+
 def write_meta(step_folder: Path, meta: Mapping[str, Any]) -> None:
     """Write meta.json, the last file of a checkpoint, with a digest of itself.
 

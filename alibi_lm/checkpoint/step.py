@@ -17,6 +17,7 @@ from alibi_lm.checkpoint.folder import (
     TOKENIZER,
     read_meta,
     resolve_step,
+    run_of,
     step_name,
     verify,
 )
@@ -43,8 +44,7 @@ class Checkpoint:
     @property
     def run_folder(self) -> Path:
         """The run that the checkpoint belongs to; the step folder itself where it stands alone."""
-        parent = self.folder.parent
-        return parent.parent if parent.name == "checkpoints" else self.folder
+        return run_of(self.folder)
 
     @property
     def evals_folder(self) -> Path:

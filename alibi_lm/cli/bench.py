@@ -179,6 +179,7 @@ def long_inputs(
     --curve, `alibi-lm report RUN` plots it.
     """
     from alibi_lm.bench.long_inputs.benchmark import LongBenchmark, benchmark_long
+    from alibi_lm.checkpoint.config_paths import find_corpus
     from alibi_lm.checkpoint.step import open_checkpoint
     from alibi_lm.utils.errors import ConfigError, Problem
 
@@ -188,7 +189,8 @@ def long_inputs(
             raise ConfigError(
                 Problem("--corpus", None, f"{run} names none", "give --corpus PREFIX")
             )
-        corpus = checkpoint.config.data.corpora[0].prefix
+        prefix = checkpoint.config.data.corpora[0].prefix
+        corpus = find_corpus(checkpoint, "data.corpora.0.prefix", prefix, "give --corpus PREFIX")
     settings = LongBenchmark(
         lengths=sorted(lengths),
         dense_lengths=sorted(length for length in dense_lengths if length),

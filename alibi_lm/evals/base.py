@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Generic, Self, TypeVar
 from matplotlib.figure import Figure
 
 from alibi_lm import config_loading
+from alibi_lm.checkpoint.config_paths import find_prefix
 from alibi_lm.data.indexed import TokenFile
 from alibi_lm.data.manifest import check_tokenizer
 from alibi_lm.evals import json_values
@@ -251,7 +252,12 @@ class Eval(ABC, Generic[ConfigT, ResultT]):
         if not self.reads_corpus:
             return []
         corpus = getattr(config, "corpus", None)
-        prefixes = [corpus] if corpus else eval_model.corpora
+        here, fix = [Path.cwd()], "check the prefix"
+        prefixes = (
+            [find_prefix(f"{self.name}.corpus", corpus, here, fix)]
+            if corpus
+            else eval_model.corpora
+        )
         if not prefixes:
             rule = f"{eval_model.argument} names no validation corpus"
             fix = "set text=FILE, GLOB or FOLDER, or corpus=PREFIX, token files without .bin"

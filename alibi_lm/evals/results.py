@@ -9,7 +9,7 @@ runs, NAME.partial.json holds its finished parts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic
@@ -110,7 +110,7 @@ def _make_way(
     aside = _own_path(main, result.inputs)
     before = _raw(each, main)
     if before is not None and before["inputs"] != result.inputs:
-        corpora, engine = _digests(eval_model.default_corpora), eval_model.default_engine
+        corpora, engine = _digests(lambda: eval_model.default_corpora), eval_model.default_engine
         same_weights = before["inputs"].get("step") == eval_model.digest
         if same_weights and _rank(result.inputs, corpora, engine) < _rank(
             before["inputs"], corpora, engine
@@ -155,10 +155,10 @@ def _rank(inputs: Json, corpora: Sequence[str] | None, engine: str | None) -> tu
     )
 
 
-def _digests(prefixes: Sequence[str]) -> list[str] | None:
-    """Digests of token files; None where one cannot be read."""
+def _digests(prefixes: Callable[[], Sequence[str]]) -> list[str] | None:
+    """Digests of token files; None where one cannot be found or read."""
     try:
-        return [TokenFile(prefix).digest for prefix in prefixes]
+        return [TokenFile(prefix).digest for prefix in prefixes()]
     except DataError:
         return None
 
@@ -193,10 +193,7 @@ def stored(each: Eval[Any, ResultT], eval_model: EvalModel) -> list[Stored[Resul
     found = [entry for path in paths if (entry := _read(each, eval_model, path))]
     if len(found) < 2:
         return found
-    try:
-        corpora = _digests(eval_model.corpora)
-    except DataError:
-        corpora = None
+    corpora = _digests(lambda: eval_model.corpora)
     engine = eval_model.settings.get("engine")
     return sorted(
         found,

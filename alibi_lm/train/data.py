@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from alibi_lm.checkpoint.config_paths import existing_path, find_prefix
 from alibi_lm.config import Config
 from alibi_lm.data.indexed import TokenFile
 from alibi_lm.data.manifest import check_tokenizer, vocabulary_size
@@ -102,9 +103,17 @@ def open_training_data(config: Config) -> TrainingData:
             return None
 
     data = config.data
-    tokenizer = attempt(lambda: load_tokenizer(Path(data.tokenizer))) if data.tokenizer else None
-    corpora = [attempt(lambda p=c.prefix: TokenFile(Path(p))) for c in data.corpora]
-    validation = [attempt(lambda p=prefix: TokenFile(Path(p))) for prefix in data.validation]
+    tokenizer = None
+    if path := data.tokenizer:
+        tokenizer = attempt(lambda: load_tokenizer(existing_path("data.tokenizer", path)))
+    corpora = [
+        attempt(lambda n=n, p=corpus.prefix: _open(f"data.corpora.{n}.prefix", p))
+        for n, corpus in enumerate(data.corpora)
+    ]
+    validation = [
+        attempt(lambda n=n, p=prefix: _open(f"data.validation.{n}", p))
+        for n, prefix in enumerate(data.validation)
+    ]
     if tokenizer is not None:
         for prefix in (*(c.prefix for c in data.corpora), *data.validation):
             attempt(lambda p=prefix: check_tokenizer(Path(p), tokenizer))
@@ -133,6 +142,10 @@ def open_training_data(config: Config) -> TrainingData:
         eos_id=None if tokenizer is None else tokenizer.eos_id,
     )
     return TrainingData(config, blend, corpora, validation, tokenizer)
+
+
+def _open(key: str, prefix: str) -> TokenFile:
+    return TokenFile(find_prefix(key, prefix, [Path.cwd()], "check the prefix"))
 
 
 def _validation_problems(config: Config, files: list[TokenFile]) -> Iterator[Problem]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from alibi_lm.checkpoint.config_paths import existing_path
 from alibi_lm.checkpoint.folder import CONFIG, read_meta, resolve_step
 from alibi_lm.checkpoint.step import open_checkpoint
 from alibi_lm.config import Config
@@ -152,9 +153,11 @@ def _run_folder_lock(run: Path) -> Iterator[None]:
 
 def _initial_weights(config: Config, training_data: TrainingData) -> Path | None:
     """The step folder of `train.init_from`, whose model and tokenizer must be the run's."""
-    if config.train.init_from is None:
+    name = config.train.init_from
+    if name is None:
         return None
-    folder = resolve_step(Path(config.train.init_from))
+    is_hf = name.startswith("hf:")  # which `resolve_step` refuses
+    folder = resolve_step(Path(name) if is_hf else existing_path("train.init_from", name))
     checkpoint = open_checkpoint(folder, check=rank() == 0)
     source, model = to_dict(checkpoint.config.model), to_dict(config.model)
     fix = "use the same model and tokenizer as train.init_from"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 
+from alibi_lm.checkpoint.config_paths import find_prefix, validation_corpora
 from alibi_lm.data.tokenizer import Tokenizer
 from alibi_lm.evals.config import SuiteConfig
 from alibi_lm.evals.models.scorer import Scorer, native_scorer
@@ -140,10 +141,11 @@ class EvalModel(ABC):
         """Prefixes of the token files that are read by default; text is tokenized into one.
 
         Raises:
-            DataError: the text cannot be read, or there is no tokenizer for it.
+            DataError: the text cannot be read, there is no tokenizer for it, or a validation
+                corpus of the run is not found.
         """
         if self.options.corpus is not None:
-            return [self.options.corpus]
+            return [find_prefix("corpus", self.options.corpus, [Path.cwd()], "check the prefix")]
         if self.options.text:
             return [str(tokenized(self.options.text, self.tokenizer(), self.argument,
                                   self.evals_folder / "text"))]  # fmt: skip
@@ -152,7 +154,11 @@ class EvalModel(ABC):
     @property
     @abstractmethod
     def default_corpora(self) -> Sequence[str]:
-        """Prefixes of the validation corpora of the model's run."""
+        """Prefixes of the validation corpora of the model's run.
+
+        Raises:
+            DataError: one of them is not found.
+        """
 
     @property
     def evals_folder(self) -> Path:
@@ -283,7 +289,8 @@ class NativeModel(EvalModel):
     @property
     def default_corpora(self) -> Sequence[str]:
         """The run's validation corpora."""
-        return self.checkpoint.config.data.validation
+        fix = "give corpus=PREFIX (token files without .bin) or text=FILES"
+        return validation_corpora(self.checkpoint, fix)
 
     @property
     def default_evals_folder(self) -> Path:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from alibi_lm.checkpoint.config_paths import validation_corpora
 from alibi_lm.checkpoint.step import Checkpoint
 from alibi_lm.config_loading import build, to_dict
 from alibi_lm.data.indexed import TokenFile
@@ -70,7 +71,7 @@ def measure_text(checkpoint: Checkpoint, settings: GroupConfig) -> dict[str, Any
     Losses are means in nats a token, computed in fp32.
     """
     lengths, trained = sorted(settings.lengths), checkpoint.config.train.sequence_length
-    files = [TokenFile(prefix) for prefix in checkpoint.config.data.validation]
+    files = [TokenFile(prefix) for prefix in validation_corpora(checkpoint)]
     documents = choose_documents(files, lengths[-1], settings.max_tokens).tokens
     decoder = checkpoint.decoder()
     scorer = NativeScorer(decoder)
@@ -119,7 +120,7 @@ def measure_recall(checkpoint: Checkpoint, settings: GroupConfig) -> dict[str, A
     lengths, trained = sorted(settings.lengths), checkpoint.config.train.sequence_length
     tokenizer = checkpoint.tokenizer()
     assert tokenizer is not None
-    files = [TokenFile(prefix) for prefix in checkpoint.config.data.validation]
+    files = [TokenFile(prefix) for prefix in validation_corpora(checkpoint)]
     config = NeedleConfig(lengths=lengths, num_trials=settings.num_trials)
     maker = PromptMaker(tokenizer, files, config.seed)
     maker.check(lengths)

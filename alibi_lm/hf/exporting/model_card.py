@@ -11,9 +11,11 @@ from typing import Any
 
 import jinja2
 
+from alibi_lm.checkpoint.config_paths import find_corpus
 from alibi_lm.checkpoint.step import Checkpoint
 from alibi_lm.data.manifest import manifest_for
 from alibi_lm.hf.specs.base import ExportSpec
+from alibi_lm.utils.errors import DataError
 
 TEMPLATE = "card.md"
 
@@ -66,14 +68,18 @@ def _data(checkpoint: Checkpoint) -> list[dict[str, Any]]:
             "name": Path(corpus.prefix).name.removesuffix("_train"),
             "tokens": entry.get("tokens"),
             "share": corpus.weight / weights,
-            "source": _source(corpus.prefix),
+            "source": _source(checkpoint, corpus.prefix),
         })  # fmt: skip
     return rows
 
 
-def _source(prefix: str) -> str | None:
-    """Source of a prepared corpus, from the recipe in its manifest."""
-    recipe = (manifest_for(prefix) or {}).get("recipe", {})
+def _source(checkpoint: Checkpoint, prefix: str) -> str | None:
+    """Source of a prepared corpus, from the recipe in its manifest; None where it is not found."""
+    try:
+        found = find_corpus(checkpoint, "data.corpora", prefix, "put it back")
+    except DataError:
+        return None
+    recipe = (manifest_for(found) or {}).get("recipe", {})
     for source in recipe.get("sources", []):
         if f"{source['name']}_train" == Path(prefix).name:
             path = source["path"]

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from alibi_lm.checkpoint.config_paths import CONFIG_FOLDERS, config_folders
 from alibi_lm.checkpoint.folder import (
     CHECKPOINTS,
     CONFIG,
@@ -330,6 +331,7 @@ def _write_step(
         "layout": {"world_size": 1, "dp": 1, "tp": 1, "pp": 1, "zero_stage": 0},
         "data": {"corpora": [], "tokenizer": None if tokenizer is None else tokenizer.digest},
         "imported": imported,
+        CONFIG_FOLDERS: config_folders(Path(config.run.dir)),
         "saved_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "versions": {name: version(name) for name in ("alibi_lm", "torch", "transformers")},
         "shards": [f"shard_{number:05d}.safetensors" for number in range(len(shards))],

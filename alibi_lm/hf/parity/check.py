@@ -11,6 +11,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from alibi_lm.checkpoint.config_paths import find_corpus
 from alibi_lm.checkpoint.step import Checkpoint
 from alibi_lm.data.indexed import TokenFile
 from alibi_lm.data.special_tokens import CONFIG, read_special_tokens
@@ -249,17 +250,23 @@ def parity_summary(parity: Mapping[str, Any]) -> str:
 
 def sample_tokens(checkpoint: Checkpoint, length: int, model: ModelConfig) -> tuple[Tensor, str]:
     """[1, length] tokens of validation text, else seeded random ones, and a description."""
-    for prefix in checkpoint.config.data.validation:
-        try:
-            file = TokenFile(prefix)
-        except DataError:  # a run may be exported on a machine without its corpora
-            continue
+    for prefix, file in _validation_files(checkpoint):
         if file.num_tokens >= length:
             longest = int(file.document_lengths.argmax())
             start = min(int(file.document_starts[longest]), file.num_tokens - length)
             values = file.read(start, start + length).astype("int64")
             return torch.from_numpy(values)[None], f"validation text of {prefix}"
     return random_tokens(length, model)
+
+
+def _validation_files(checkpoint: Checkpoint) -> Iterator[tuple[str, TokenFile]]:
+    """The run's validation corpora that are on this machine, by their prefix in the config."""
+    for prefix in checkpoint.config.data.validation:
+        try:
+            file = TokenFile(find_corpus(checkpoint, "data.validation", prefix, "put it back"))
+        except DataError:
+            continue
+        yield prefix, file
 
 
 def random_tokens(length: int, model: ModelConfig) -> tuple[Tensor, str]:
@@ -272,11 +279,7 @@ def random_tokens(length: int, model: ModelConfig) -> tuple[Tensor, str]:
 def validation_texts(checkpoint: Checkpoint, tokenizer: Tokenizer) -> Iterator[str]:
     """Validation documents as text, `TEXT_CHARS` characters at most."""
     total = 0
-    for prefix in checkpoint.config.data.validation:
-        try:
-            file = TokenFile(prefix)
-        except DataError:
-            continue
+    for _, file in _validation_files(checkpoint):
         for index in range(file.num_documents):
             ids = [int(token) for token in file.document(index) if token != tokenizer.eos_id]
             text = tokenizer.decode(ids)

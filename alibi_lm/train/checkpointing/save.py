@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError
 
 from alibi_lm import __version__
+from alibi_lm.checkpoint.config_paths import CONFIG_FOLDERS, config_folders
 from alibi_lm.checkpoint.folder import (
     CHECKPOINTS,
     CONFIG,
@@ -61,7 +62,8 @@ def save(
     try:
         _on_rank0(lambda: _start(partial, config, tokenizer), partial)
         files = _write_files(engine, partial)
-        meta = _meta(engine, step, facts, files)
+        folders = {CONFIG_FOLDERS: config_folders(Path(config.run.dir))}
+        meta = _meta(engine, step, {**facts, **folders}, files)
         _on_rank0(lambda: _finish(partial, final, meta), partial)
     except CheckpointError:
         _on_rank0(lambda: shutil.rmtree(partial, ignore_errors=True), partial)

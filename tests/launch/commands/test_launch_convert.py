@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from comparing import assert_same_states, curve
-from launching import alibi_lm, error_lines, launch, write_config
+from launching import REPOSITORY, alibi_lm, error_lines, launch, write_config
 
 from alibi_lm.checkpoint.step import open_checkpoint
 from alibi_lm.config_loading import to_yaml
@@ -19,6 +19,9 @@ def test_a_run_of_two_ranks_goes_on_from_a_converted_checkpoint(tmp_path: Path) 
     alibi_lm("checkpoint", "convert", first / step, second / step, "--shards", "3")
     assert_same_states(first / step, second / step, tolerance=0)
     assert len(open_checkpoint(second).meta["shards"]) == 3
+    for run in (first, second):
+        relative, absolute = open_checkpoint(run).meta["config_folders"]
+        assert (run / relative).resolve() == Path(absolute) == REPOSITORY
 
     done = launch(config, f"run.dir={second}", ranks=0)
     assert "from step_00000005 (5 steps done)" in done.stdout

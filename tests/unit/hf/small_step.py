@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 from sentencepiece import SentencePieceTrainer
 
+from alibi_lm.checkpoint.config_paths import CONFIG_FOLDERS, config_folders
 from alibi_lm.checkpoint.folder import write_meta
 from alibi_lm.checkpoint.fragments import fragment_key
 from alibi_lm.checkpoint.step import Checkpoint, open_checkpoint
@@ -65,6 +66,7 @@ def write_step(
             "tokens": 7 * 8 * LENGTH,
             "parameters": {name: list(t.shape) for name, t in weights.items()},
             "shards": ["shard_00000.safetensors"],
+            CONFIG_FOLDERS: config_folders(folder),
             "versions": {},
             "files": facts,
         },
