@@ -230,12 +230,12 @@ def test_a_tokenizer_comes_before_the_manifest_and_must_be_the_corpuss(
     tokenizer = SimpleNamespace(vocab_size=97, digest="d" * 64, eos_id=1, file="model")
     monkeypatch.setattr(data, "load_tokenizer", lambda _: tokenizer)
     with_manifest(corpus, 95)
-    settings = config(corpus, model={"vocab_size": None}, data={"tokenizer": "somewhere"})
+    settings = config(corpus, model={"vocab_size": None}, data={"tokenizer": str(tmp_path)})
     inputs = open_training_data(settings)
     assert settings.model.vocab_size == 97
     assert inputs.facts()["tokenizer"] == "d" * 64
     tokenizer.digest = "e" * 64
     other = write(tmp_path / "other", list(range(60)))  # no manifest speaks of it
-    words = refused(config(corpus, validation=(other,), data={"tokenizer": "somewhere"}))
+    words = refused(config(corpus, validation=(other,), data={"tokenizer": str(tmp_path)}))
     assert f"is not the tokenizer of {corpus}" in words
     assert str(other) not in words
