@@ -264,7 +264,7 @@ def _validation_files(checkpoint: Checkpoint) -> Iterator[tuple[str, TokenFile]]
     for prefix in checkpoint.config.data.validation:
         try:
             file = TokenFile(find_corpus(checkpoint, "data.validation", prefix, "put it back"))
-        except DataError:
+        except DataError:  # a run may be exported on a machine without its corpora
             continue
         yield prefix, file
 
