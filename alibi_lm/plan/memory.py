@@ -98,10 +98,10 @@ def states(run: PlannedRun, parameters: Sequence[HeldParameter], place: int) -> 
         return States(FP32 * numel, 0, FP32 * numel, 0, 2 * FP32 * numel, FP32 * copied)
     if stage == 3:
         part = zero3_share(run, parameters)
-        live = zero3_gathers(run, parameters).most_live
+        peak = zero3_gathers(run, parameters).peak_gathered
         bucket = FP32 * run.zero.reduce_bucket_size * run.zero.contiguous_gradients
         result = States(
-            width * part, width * live, FP32 * part, FP32 * part, 2 * FP32 * part, bucket
+            width * part, width * peak, FP32 * part, FP32 * part, 2 * FP32 * part, bucket
         )
         return _offloaded(run, result, FP32 * part)
     flat = sum(flat_sizes(run, parameters))

@@ -31,8 +31,8 @@ class Zero3Gathers:
     """Gathers of each parameter in a micro-batch; 0 for persistent ones."""
     persistent: frozenset[str]
     """Parameters that stay whole during a step, and are gathered once after each."""
-    most_live: int
-    """The most elements that are whole at once."""
+    peak_gathered: int
+    """The peak number of gathered elements."""
 
 
 # A block's modules with weights in the order of its forward pass, and the modules around them.

@@ -35,7 +35,7 @@ def _short(value: Any) -> str:
 
 
 class UserInterrupt(KeyboardInterrupt):
-    """Ctrl-C in work that is partly kept: the line says what is, and how to go on."""
+    """Ctrl-C in work that is partly kept; the line says what is kept and how to resume."""
 
 
 class UserError(Exception):

@@ -103,7 +103,7 @@ def _check_output(output: Path) -> None:
 
 @contextmanager
 def _interrupts_named(output: Path) -> Iterator[None]:
-    """Say at Ctrl-C and at a full disk how to go on."""
+    """Report at Ctrl-C and at a full disk how to resume."""
     try:
         yield
     except KeyboardInterrupt:

@@ -133,7 +133,7 @@ class Evil:
 
 
 def test_commands_work_on_an_imported_run(tmp_path: Path) -> None:
-    """Our own export in, with its tokenizer: judged, generated from, exported again."""
+    """Import of our own export, with its tokenizer: evaluated, generated from, exported again."""
     native = write_step(tmp_path / "native", {"num_heads": 12, "num_kv_heads": 4})
     add_tokenizer(native, tmp_path)
     export(native, tmp_path / "reference")

@@ -76,7 +76,7 @@ def test_what_is_not_kept_is_made_again(kept: int, monkeypatch: pytest.MonkeyPat
     assert report.kept <= kept + 512
 
 
-def test_a_late_query_reaches_for_keys_long_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_query_reads_keys_that_are_no_longer_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Quiet tokens, then one whose queries are a hundred times larger."""
     monkeypatch.setattr(long_scoring, "CHUNK", 512)
     monkeypatch.setattr(long_scoring, "MOST_KEPT", 2048)
