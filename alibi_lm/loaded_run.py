@@ -84,14 +84,14 @@ class Run:
             pruning_tolerance: see `generation.decoding_cache`.
         """
         ids = [self._ids(prompt) for prompt in prompts]
-        found = generation.generate(
+        continuations = generation.generate(
             self.decoder, ids, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p,
             seed=seed, eos_id=self.tokenizer.stop_ids,
             pruning_tolerance=pruning_tolerance,
         )  # fmt: skip
         return [
             _cut(self._continuation(start, new), stop)
-            for start, new in zip(ids, found, strict=True)
+            for start, new in zip(ids, continuations, strict=True)
         ]
 
     def stream(

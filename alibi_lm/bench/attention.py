@@ -38,7 +38,7 @@ class AttentionBenchmark:
 
 
 def benchmark_attention(settings: AttentionBenchmark, path: Path | None = None) -> dict[str, Any]:
-    """Time one layer's attention in bf16 each way, in turns, at each length; say the ratios."""
+    """Time one layer's attention in bf16 each way, interleaved, by length; print the ratios."""
     if too_long := [length for length in settings.lengths if length > settings.num_tokens]:
         rule = f"holds no sequence of {max(too_long)}"
         raise ConfigError(Problem("--num-tokens", settings.num_tokens, rule, "give more"))
@@ -133,5 +133,5 @@ def benchmark_lines(result: dict[str, Any]) -> list[str]:
         for row in result["rows"]
     ]  # fmt: skip
     title = (f"one layer's attention, {result['size']}, {result['num_tokens']:,} tokens a call, "
-             f"bf16, {result['threads']} threads, {result['repeats']} turns")  # fmt: skip
+             f"bf16, {result['threads']} threads, {result['repeats']} repeats")  # fmt: skip
     return [title, "", *markdown(headings, rows)]

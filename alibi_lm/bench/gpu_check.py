@@ -29,7 +29,7 @@ from alibi_lm.utils.logging import console
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 """||ours - exact|| / ||exact|| that a kernel may have, as in the tests of the CPU's."""
 EPSILON = 1e-3
-"""What horizons may leave out where their bound is checked: enough to be seen beside rounding."""
+"""Pruning tolerance where the bound is checked: large enough to be seen beside rounding."""
 M125 = ModelConfig(num_layers=12, hidden_size=768, num_heads=12, vocab_size=32000)
 
 
@@ -77,7 +77,7 @@ def gpu_check(settings: GpuCheck, path: Path) -> dict[str, Any]:
     usable = [kernel for kernel, lacking in result["kernels"].items() if lacking is None]
     parts: list[tuple[str, Callable[[], Any]]] = [
         ("correct", lambda: list(_correctness(settings, device, usable))),
-        ("pruning", lambda: list(_horizons(settings, device, usable))),
+        ("pruning", lambda: list(_pruning_bounds(settings, device, usable))),
         ("timed", lambda: list(_timings(settings, device, usable))),
         ("training", lambda: _training(settings, device)),
     ]
@@ -186,10 +186,10 @@ def _correctness(
             }  # fmt: skip
 
 
-def _horizons(
+def _pruning_bounds(
     settings: GpuCheck, device: torch.device, kernels: Sequence[str]
 ) -> Iterator[dict[str, Any]]:
-    """The bound of what horizons leave out, at the longest length that is checked."""
+    """The error of pruning against its bound, at the longest length that is checked."""
     length = max(queries for queries, _ in settings.lengths)
     heads, kv_heads = settings.heads[-1]
     slopes = alibi_slopes(heads)
@@ -231,7 +231,7 @@ def _clock(device: torch.device, function: Callable[[], object]) -> float:
 def _medians(
     device: torch.device, functions: dict[str, Callable[[], object]], repeats: int
 ) -> dict[str, float]:
-    """Median seconds of each, in turns after one call that is not counted."""
+    """Median seconds of each, interleaved, after one call that is not counted."""
     for function in functions.values():
         function()
     taken: dict[str, list[float]] = {name: [] for name in functions}
@@ -244,7 +244,7 @@ def _medians(
 def _timings(
     settings: GpuCheck, device: torch.device, kernels: Sequence[str]
 ) -> Iterator[dict[str, Any]]:
-    """Seconds of kernels with biases, without and with horizons, against torch's causal SDPA."""
+    """Seconds of kernels with biases, with and without pruning, against torch's causal SDPA."""
     heads = settings.timed_heads
     slopes = alibi_slopes(heads)
     like = torch.empty(0, dtype=torch.bfloat16, device=device)

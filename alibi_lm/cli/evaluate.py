@@ -26,7 +26,7 @@ def _load_plugins(_: click.Context, __: click.Parameter, modules: Sequence[str])
     return modules
 
 
-SUBJECT = click.argument("eval_model", metavar="RUN|hf:MODEL")
+EVAL_MODEL = click.argument("eval_model", metavar="RUN|hf:MODEL")
 PLUGIN = click.option(
     "--plugin",
     metavar="MODULE",
@@ -49,7 +49,7 @@ OUT = click.option(
     "below the current folder for a Hugging Face model.",
 )
 OPTIONS = (
-    SUBJECT,
+    EVAL_MODEL,
     OVERRIDES,
     click.option("--suite", type=click.Path(path_type=Path), help="YAML with eval settings."),
     DEVICE,
@@ -139,7 +139,7 @@ def _opened(
 
 
 @click.command()
-@SUBJECT
+@EVAL_MODEL
 @OVERRIDES
 @PLUGIN
 @ENGINE

@@ -1,4 +1,4 @@
-"""What an eval is: its settings, how it measures a model, and how its result is shown.
+"""The base class of evals, and what their results have in common.
 
 A new eval is one file: a config dataclass, a result dataclass, and a subclass of `Eval` with
 `@register` above it. docs/extending.md has a complete one.
@@ -140,7 +140,7 @@ class Eval(ABC, Generic[ConfigT, ResultT]):
         Args:
             eval_model: the model with its tokenizer, corpora and training length.
             config: the settings.
-            scorer: judged in place of the model's own weights.
+            scorer: evaluated in place of the model's own weights.
 
         Raises:
             UserError: the model, its corpora or the settings do not allow it.

@@ -115,9 +115,13 @@ class LmEvalModel(TemplateLM):
         bar = tqdm(total=len(requests), disable=disable_tqdm or None, desc="loglikelihood")
         for batch in self._batches(alike, lambda one: (len(one[0]), one[1], len(one[2]))):
             prompts = torch.tensor([context for context, _, _ in batch])
-            choices = torch.tensor([[requests[i][2] for i in members] for _, _, members in batch])
-            answers = self._scorer.loglikelihood_and_generate(prompts, choices, choices.shape[2])
-            greedy = (answers.generated[:, None] == choices).all(2)
+            continuations = torch.tensor(
+                [[requests[i][2] for i in members] for _, _, members in batch]
+            )
+            answers = self._scorer.loglikelihood_and_generate(
+                prompts, continuations, continuations.shape[2]
+            )
+            greedy = (answers.generated[:, None] == continuations).all(2)
             for row, (_, _, members) in enumerate(batch):
                 for column, index in enumerate(members):
                     score = float(answers.loglikelihoods[row, column])

@@ -93,7 +93,7 @@ class Encoder:
             known = self._known[text] = self.tokenizer.encode(text)
         return known
 
-    def once(self, text: str) -> list[int]:
+    def uncached(self, text: str) -> list[int]:
         """Token ids of a piece that does not recur."""
         return self.tokenizer.encode(text)
 

@@ -1,4 +1,4 @@
-"""What long inputs cost by horizons, and densely: ratios taken in one run on this machine."""
+"""The cost of long inputs, pruned and dense: ratios measured in one run on one machine."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from alibi_lm.checkpoint.step import Checkpoint
 
 RESULT = "bench_long.json"
-TOKENS_A_TURN = 16
-TURNS = 16
+TOKENS_PER_REPEAT = 16
+DECODING_REPEATS = 16
 
 
 @dataclass
@@ -45,7 +45,7 @@ class LongBenchmark:
     """What `benchmark_long` is to measure."""
 
     lengths: Sequence[int] = (32768, 131072)
-    """Lengths scored by horizons, ascending."""
+    """Lengths scored with pruning, ascending."""
     dense_lengths: Sequence[int] = (4096, 8192, 16384, 131072)
     """Lengths scored by the dense path too, ascending; none leaves it out."""
     same_length: int = 16384
@@ -53,11 +53,11 @@ class LongBenchmark:
     positions: Sequence[int] = (20000, 100000)
     """Positions at which decoding is timed; none leaves it out."""
     epsilon: float = 1e-6
-    """What each head and row may leave out."""
+    """Largest probability that a head may skip per query."""
     precision: str = "bf16"
     """Arithmetic of what is timed."""
     repeats: int = 7
-    """Turns; medians are taken over them."""
+    """Repetitions; medians are taken over them."""
     curve: Sequence[int] = ()
     """Lengths whose perplexity is wanted, ascending; none leaves it out."""
     curve_targets: int = 131072
@@ -75,7 +75,7 @@ def benchmark_long(checkpoint: Checkpoint, corpus: str, settings: LongBenchmark)
         settings: what is measured.
 
     Raises:
-        ConfigError: the model has no horizons.
+        ConfigError: the model cannot be pruned.
         DataError: the corpus is shorter than the longest length.
     """
     decoder = checkpoint.decoder(dtype=DTYPES[settings.precision])
@@ -135,30 +135,30 @@ def _text(corpus: str, longest: int) -> Tensor:
 
 
 def _same(decoder: Decoder, text: Tensor, epsilon: float) -> dict[str, Any]:
-    """Mean loss by horizons and densely, of an fp32 model."""
-    ours = long_losses(decoder, text[:-1], text[1:], epsilon).double().mean()
+    """Mean loss of an fp32 model, pruned and dense."""
+    pruned = long_losses(decoder, text[:-1], text[1:], epsilon).double().mean()
     with torch.inference_mode():
         dense = decoder.losses(text[None, :-1], text[None, 1:]).double().mean()
     return {
         "length": len(text) - 1,
         "perplexity": float(dense.exp()),
-        "relative_difference": abs(float((ours - dense).expm1())),
+        "relative_difference": abs(float((pruned - dense).expm1())),
     }
 
 
 def _scoring(decoder: Decoder, text: Tensor, settings: LongBenchmark) -> dict[str, Any]:
-    """Seconds, peak memory and perplexity of each length, by horizons and densely, in turns."""
+    """Seconds, peak memory and perplexity of each length, pruned and dense, interleaved."""
     long_losses(decoder, text[: DENSE_UP_TO * 2], text[1 : DENSE_UP_TO * 2 + 1], settings.epsilon)
-    ours = [_Scored(decoder, text[: n + 1], settings.epsilon) for n in settings.lengths]
+    pruned = [_Scored(decoder, text[: n + 1], settings.epsilon) for n in settings.lengths]
     dense = [_Scored(decoder, text[: n + 1], 0.0) for n in settings.dense_lengths]
-    # In the first turn lengths ascend, so that the peak of each is its own.
+    # In the first repetition lengths ascend, so that the peak of each is its own.
     ways = {f"{kind} {each.length}": each.score
-            for kind, some in (("ours", ours), ("dense", dense)) for each in some}  # fmt: skip
+            for kind, some in (("pruned", pruned), ("dense", dense)) for each in some}  # fmt: skip
     interleaved(ways, settings.repeats, warm_ups=0)
-    shortest, by_length = ours[0].a_token(), {each.length: each for each in ours}
+    shortest, by_length = pruned[0].a_token(), {each.length: each for each in pruned}
     return {
-        "scoring": [each.row(shortest) for each in ours],
-        "dense": [each.row(by_length.get(each.length, ours[-1]).a_token()) for each in dense],
+        "scoring": [each.row(shortest) for each in pruned],
+        "dense": [each.row(by_length.get(each.length, pruned[-1]).a_token()) for each in dense],
     }
 
 
@@ -203,11 +203,11 @@ class _Scored:
         return self.seconds[-1]
 
     def a_token(self) -> list[float]:
-        """Seconds a token of each turn."""
+        """Seconds a token of each repetition."""
         return [value / self.length for value in self.seconds]
 
     def row(self, base: Sequence[float]) -> dict[str, Any]:
-        """What was measured, and the time a token as a ratio to another's in the same turns."""
+        """The measurements, and the paired ratio of the time a token to `base`."""
         return self.first | {
             "length": self.length,
             "seconds": self.seconds,
@@ -219,7 +219,7 @@ class _Scored:
 
 
 def _decoding(decoder: Decoder, text: Tensor, settings: LongBenchmark) -> dict[str, Any]:
-    """Time a token at each position, in turns, and the bytes of rings and of a dense cache."""
+    """Time a token at each position, interleaved; bytes of the sliding and a dense KV cache."""
     caches: list[PrunedKVCache] = []
     with torch.inference_mode():
         for position in settings.positions:
@@ -229,9 +229,9 @@ def _decoding(decoder: Decoder, text: Tensor, settings: LongBenchmark) -> dict[s
             _decode(decoder, text, cache)
             caches.append(cache)
         seconds: list[list[float]] = [[] for _ in caches]
-        for _ in range(TURNS):
+        for _ in range(DECODING_REPEATS):
             for times, cache in zip(seconds, caches, strict=True):
-                times.append(_decode(decoder, text, cache) / TOKENS_A_TURN)
+                times.append(_decode(decoder, text, cache) / TOKENS_PER_REPEAT)
     weight = decoder.embedding.weight
     config = decoder.config
     token = 2 * config.kv_heads * config.head_dim * weight.element_size() * config.num_layers
@@ -240,8 +240,8 @@ def _decoding(decoder: Decoder, text: Tensor, settings: LongBenchmark) -> dict[s
         "positions": list(settings.positions),
         "milliseconds_a_token": [1e3 * median(times) for times in seconds],
         "ratio": paired_ratio(seconds[-1], seconds[0]).as_dict(),
-        "turns": [[round(1e3 * value, 3) for value in times] for times in seconds],
-        "ring_bytes": last.resident_kv_bytes,
+        "repeats": [[round(1e3 * value, 3) for value in times] for times in seconds],
+        "sliding_kv_bytes": last.resident_kv_bytes,
         "offloaded_kv_bytes": last.offloaded_kv_bytes,
         "dense_bytes_at_131072": token * 131072,
         "offload_share": [cache.report.offload_share for cache in caches],
@@ -249,9 +249,9 @@ def _decoding(decoder: Decoder, text: Tensor, settings: LongBenchmark) -> dict[s
 
 
 def _decode(decoder: Decoder, text: Tensor, cache: PrunedKVCache) -> float:
-    """Seconds of some tokens, each of which is given."""
+    """Seconds to read the next tokens of the text, one at a time."""
     start = time.perf_counter()
-    for _ in range(TOKENS_A_TURN):
+    for _ in range(TOKENS_PER_REPEAT):
         place = cache.length % (len(text) - 1)
         prefill(decoder, text[None, place : place + 1], cache)
     return time.perf_counter() - start

@@ -1,4 +1,4 @@
-"""What `bench long` measured, for the terminal."""
+"""The result of `bench long` as lines for the terminal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def benchmark_lines(result: Mapping[str, Any]) -> list[str]:
     lines = [
         f"{result['precision']}, {result['threads']} threads, "
         f"pruning tolerance {result['pruning_tolerance']:g}; "
-        f"medians of {result['repeats']} turns (3 where one takes over a minute)",
+        f"medians of {result['repeats']} repeats (3 where one takes over a minute)",
         f"{'tokens':>10}  {'us a token':>10}  {'to the shortest':>22}  {'cpu us':>8}  "
         f"{'peak MiB':>9}  perplexity",
     ]
@@ -45,26 +45,28 @@ def _dense_lines(result: Mapping[str, Any]) -> list[str]:
     lengths = [row["length"] for row in result["scoring"]]
     return [
         f"dense at {row['length']:,}: {row['microseconds_a_token']:.1f} us a token, "
-        f"{_interval(row['ratio'])} times ours at "
+        f"{_interval(row['ratio'])} times pruned at "
         f"{row['length'] if row['length'] in lengths else lengths[-1]:,}"
         for row in result["dense"]
     ]
 
 
 def _decoding_lines(result: Mapping[str, Any]) -> list[str]:
-    found = result.get("decoding")
-    if found is None:
+    decoding = result.get("decoding")
+    if decoding is None:
         return []
     words = ", ".join(
         f"{value:.2f} ms at {position:,}"
-        for position, value in zip(found["positions"], found["milliseconds_a_token"], strict=True)
+        for position, value in zip(
+            decoding["positions"], decoding["milliseconds_a_token"], strict=True
+        )
     )
     return [
-        f"decoding a token: {words}: {_interval(found['ratio'])} times",
-        f"rings {found['ring_bytes'] / 2**20:.1f} MiB, a dense cache of 131,072 tokens "
-        f"{found['dense_bytes_at_131072'] / 2**20:.1f} MiB: "
-        f"{found['dense_bytes_at_131072'] / found['ring_bytes']:.1f} times; "
-        f"{max(found['offload_share']):.2%} of queries read older keys",
+        f"decoding a token: {words}: {_interval(decoding['ratio'])} times",
+        f"sliding KV cache {decoding['sliding_kv_bytes'] / 2**20:.1f} MiB, "
+        f"a dense cache of 131,072 tokens {decoding['dense_bytes_at_131072'] / 2**20:.1f} MiB: "
+        f"{decoding['dense_bytes_at_131072'] / decoding['sliding_kv_bytes']:.1f} times; "
+        f"{max(decoding['offload_share']):.2%} of queries read offloaded keys",
     ]
 
 

@@ -32,12 +32,12 @@ from alibi_lm.utils.errors import ConfigError, DataError, Problem
 from alibi_lm.utils.progress import Progress
 
 PROTOCOL = (
-    "Attention span of a query: the largest distance at which keys have to be read, so that all "
-    "keys further away together have less than the pruning tolerance of the head's probability. "
-    "Certified: proven from norms of queries and keys for each block of "
-    f"{BLOCK} queries, the distance from its first one. True: from the full softmax in float64 at "
-    "single positions. Both over the second half of the text. Prior: the bound from the largest "
-    "norms alone. Through all layers: the sum over layers of the longest head's largest span."
+    "The attention span of a query is the smallest distance such that all keys further away "
+    "together have less than the pruning tolerance of the head's probability. Certified: proven "
+    f"from the norms of queries and keys for each block of {BLOCK} queries, and measured from the "
+    "block's first query. True: from the full softmax in float64, at single positions. Both are "
+    "taken over the second half of the text. Prior: the bound from the largest norms alone. "
+    "Through all layers: the sum over layers of the longest head's largest span."
 )
 
 
@@ -116,7 +116,7 @@ class AttentionSpan(Eval[AttentionSpanConfig, AttentionSpanResult]):
         """Measure a model's heads.
 
         Raises:
-            ConfigError: the model's spans have no bound, or num_tokens is too small to show one.
+            ConfigError: the model's spans have no bound, or num_tokens is too small to measure one.
             DataError: no corpus, or one shorter than num_tokens.
         """
         decoder = _checked_decoder(eval_model, config)
@@ -175,7 +175,7 @@ def _checked_decoder(eval_model: EvalModel, config: AttentionSpanConfig) -> Deco
         fix = "this eval needs a model with linear biases and no window"
         raise ConfigError(Problem("model", decoder.config.position, reason, fix))
     if config.num_tokens <= DENSE_UP_TO:
-        rule = f"is too short to show a span: it must be above {DENSE_UP_TO:,}"
+        rule = f"is too short to measure a span: it must be above {DENSE_UP_TO:,}"
         raise ConfigError(
             Problem("attention_span.num_tokens", config.num_tokens, rule, "give 32768")
         )

@@ -65,16 +65,16 @@ def verdict(
         return Verdict(
             "not bounded",
             f"No attention span below {half:,} tokens, half of this text, could be certified for "
-            f"head {longest.head} of layer {longest.layer}: how far it reads stays open.",
-            "A longer text (attention_span.num_tokens) may show its span.",
+            f"head {longest.head} of layer {longest.layer}, so its span is unknown.",
+            "A longer text (attention_span.num_tokens) may be enough to certify one.",
         )
     return Verdict(
         "bounded",
         f"No head gives {tolerance:g} of its probability to keys more than "
         f"{longest.certified_max:,} tokens back. Through all layers the output at a token depends "
-        f"on the last {through_layers['certified']:,} tokens, apart from such remainders.",
-        "Certified for the second half of this text. It need not hold for other text; "
-        "scoring and decoding certify it anew for every input.",
+        f"on the last {through_layers['certified']:,} tokens, apart from {tolerance:g} per layer.",
+        "Certified for the second half of this text; other text may give longer spans. "
+        "Scoring and decoding certify spans anew for every input.",
     )
 
 

@@ -37,17 +37,17 @@ PROTOCOL = (
 
 
 @dataclass(frozen=True)
-class Trial:
+class ProblemTrial:
     """One problem and its token ids."""
 
-    asked: Question
+    question: Question
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
 
 
 @dataclass
-class Tally:
-    """What came of the problems of one task and length."""
+class ProblemTally:
+    """Counts of right answers to the problems of one task and length."""
 
     trials: int = 0
     exact: int = 0
@@ -69,7 +69,7 @@ class Tally:
 
 def make_trials(
     tokenizer: Tokenizer, task: str, items: int, config: GeneralizationConfig
-) -> list[Trial]:
+) -> list[ProblemTrial]:
     """The problems of a task and length: a pure function of the seed.
 
     Raises:
@@ -86,15 +86,15 @@ def make_trials(
             rule = f"cannot write {wanted!r}: it reads back as {written!r}"
             fix = "use a tokenizer with digits and letters"
             raise DataError(Problem("tokenizer", None, rule, fix))
-        trials.append(Trial(asked, tuple(prompt), tuple(answer)))
+        trials.append(ProblemTrial(asked, tuple(prompt), tuple(answer)))
     return trials
 
 
 def score_trials(
-    scorer: Scorer, tokenizer: Tokenizer, trials: Sequence[Trial], batch_tokens: int
-) -> Tally:
-    """Put problems to the model, those of equal sizes together."""
-    tally = Tally()
+    scorer: Scorer, tokenizer: Tokenizer, trials: Sequence[ProblemTrial], batch_tokens: int
+) -> ProblemTally:
+    """Score problems in batches of equal sizes."""
+    tally = ProblemTally()
     num_end = len(tokenizer.encode(END))
     for batch in _batches(trials, batch_tokens, scorer.dp_size):
         prompts = torch.tensor([trial.prompt for trial in batch])
@@ -105,7 +105,7 @@ def score_trials(
         generated = scorer.loglikelihood_and_generate(prompts, nothing, size + num_end).generated
         for trial, new in zip(batch, generated.tolist(), strict=True):
             text, end, _ = tokenizer.decode(new).partition(END)
-            tally.exact += bool(end) and text.strip() == trial.asked.answer.strip()
+            tally.exact += bool(end) and text.strip() == trial.question.answer.strip()
         tally.trials += len(batch)
         tally.tokens += losses.numel()
         tally.likely_tokens += int((losses < math.log(2)).sum())
@@ -113,8 +113,10 @@ def score_trials(
     return tally
 
 
-def _batches(trials: Sequence[Trial], batch_tokens: int, dp_size: int) -> Iterator[list[Trial]]:
-    groups: dict[tuple[int, int], list[Trial]] = defaultdict(list)
+def _batches(
+    trials: Sequence[ProblemTrial], batch_tokens: int, dp_size: int
+) -> Iterator[list[ProblemTrial]]:
+    groups: dict[tuple[int, int], list[ProblemTrial]] = defaultdict(list)
     for trial in trials:
         groups[len(trial.prompt), len(trial.answer)].append(trial)
     for (prompt, answer), group in groups.items():
@@ -126,7 +128,7 @@ def _batches(trials: Sequence[Trial], batch_tokens: int, dp_size: int) -> Iterat
 def usable_lengths(
     eval_model: EvalModel, tokenizer: Tokenizer, config: GeneralizationConfig
 ) -> list[int]:
-    """The lengths whose problems the model has positions for.
+    """The lengths whose problems fit the model's positions.
 
     Raises:
         ConfigError: a length that was asked for, or every default one, does not fit.
@@ -194,8 +196,8 @@ class Generalization(Eval[GeneralizationConfig, GeneralizationResult]):
             for task, items in itertools.product(config.tasks, lengths):
                 part = parts.run(f"{task} {items}", partial(score, task, items), progress, 1)
                 seconds += part.seconds
-                cells.append(Tally(**part.value).cell(task, items))
-        examples = {task: make_trials(tokenizer, task, lengths[0], config)[0].asked
+                cells.append(ProblemTally(**part.value).cell(task, items))
+        examples = {task: make_trials(tokenizer, task, lengths[0], config)[0].question
                     for task in config.tasks}  # fmt: skip
         return GeneralizationResult(
             **self.common(eval_model, config),
@@ -228,5 +230,5 @@ class Generalization(Eval[GeneralizationConfig, GeneralizationResult]):
             yield f"eval_generalization_{cell.task}/{cell.items}", cell.rate
 
     def expected_of(self, eval_model: EvalModel) -> bool:
-        """Of models trained on such problems, which nobody can tell."""
+        """Never: a model does not state whether it was trained on such problems."""
         return False

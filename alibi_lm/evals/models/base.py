@@ -1,4 +1,4 @@
-"""The models that evals judge: weights, tokenizer, corpora and the folder of the results."""
+"""The models that evals measure: weights, tokenizer, corpora and the folder of the results."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 
 Engine = Literal["native", "hf"]
 HF = "hf:"
-"""What the name of a Hugging Face folder or model begins with."""
+"""Prefix of the name of a Hugging Face folder or model."""
 
 
 @dataclass(frozen=True)
 class EvalOptions:
-    """What a user can choose for any model."""
+    """Options that apply to any model."""
 
     engine: Engine | None = None
-    """What computes a Hugging Face model: our own model, or the stock class of `transformers`."""
+    """What computes a Hugging Face model: our own decoder, or its class in `transformers`."""
     out: Path | None = None
     """Where results are written, instead of the model's own folder."""
     corpus: str | None = None
@@ -45,7 +45,7 @@ class EvalOptions:
     training_length: int | None = None
     """Tokens of a training sample, instead of what the model says."""
     ranks: EvalRanks = ONE_PROCESS
-    """The processes that judge together."""
+    """The processes that score together."""
     device: str | None = None
     """The device to compute on, as `get_device` takes it."""
 
@@ -67,14 +67,14 @@ DEFAULTS = EvalOptions()
 
 
 class EvalModel(ABC):
-    """A model that evals judge. Make one of a run with `NativeModel(open_checkpoint(path))`."""
+    """A model to evaluate. Make one from a run with `NativeModel(open_checkpoint(path))`."""
 
     def __init__(self, options: EvalOptions = DEFAULTS) -> None:
         self.options = options
 
     @property
     def ranks(self) -> EvalRanks:
-        """The processes that judge together."""
+        """The processes that score together."""
         return self.options.ranks
 
     @property
@@ -124,17 +124,17 @@ class EvalModel(ABC):
     @property
     @abstractmethod
     def max_input_length(self) -> int | None:
-        """Tokens that the model can take at most; None where any length goes."""
+        """Longest input in tokens; None if any length is allowed."""
 
     @property
     @abstractmethod
     def num_parameters(self) -> int:
-        """Its weights, each counted once."""
+        """Number of parameters; shared ones count once."""
 
     @property
     @abstractmethod
     def model_config(self) -> ModelConfig | None:
-        """The model in this project's own terms, or None where it is computed by other code."""
+        """The model's config, or None for a model computed by its class in `transformers`."""
 
     @property
     def corpora(self) -> Sequence[str]:
@@ -172,12 +172,12 @@ class EvalModel(ABC):
 
     @property
     def default_engine(self) -> Engine | None:
-        """The engine that computes it where none is asked for, if it has more than one."""
+        """The default engine; None for a model that has only one."""
         return None
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The user's choices that results depend on, besides the weights."""
+        """User options that change results, other than the weights."""
         length = self.options.training_length
         return {} if length is None else {"training_length": length}
 
@@ -191,12 +191,12 @@ class EvalModel(ABC):
         Raises:
             DataError: it has none.
         """
-        found = self.tokenizer()
-        if found is None:
+        tokenizer = self.tokenizer()
+        if tokenizer is None:
             rule = f"has no tokenizer to write {what} with"
             fix = "train with data.tokenizer set, or put its tokenizer into the Hugging Face folder"
             raise DataError(Problem(self.argument, None, rule, fix))
-        return found
+        return tokenizer
 
     def scorer(
         self,
@@ -204,7 +204,7 @@ class EvalModel(ABC):
         pruning_tolerance: float | None = 0.0,
         scaling: dict[str, Any] | None = None,
     ) -> Scorer:
-        """What scores text with it.
+        """A scorer of text with this model.
 
         Args:
             precision: `fp32` or `bf16`.
@@ -212,7 +212,7 @@ class EvalModel(ABC):
             scaling: scaling of positions instead of its own.
 
         Raises:
-            ConfigError: it cannot be computed so, or not by these ranks.
+            ConfigError: the model does not allow these settings, or these ranks cannot share it.
         """
         scorer = run_on_all_ranks(lambda: self._make_scorer(precision, pruning_tolerance, scaling))
         return scorer if self.ranks.size == 1 else ShardedScorer(scorer, self.ranks)
@@ -228,7 +228,7 @@ class EvalModel(ABC):
         """The model as our own module.
 
         Raises:
-            ConfigError: it is computed by other code.
+            ConfigError: it is computed by its class in `transformers`.
         """
 
 
@@ -277,7 +277,7 @@ class NativeModel(EvalModel):
 
     @property
     def num_parameters(self) -> int:
-        """By the shapes of the checkpoint."""
+        """From the shapes in the checkpoint."""
         shapes = self.checkpoint.meta["parameters"].values()
         return sum(int(torch.Size(shape).numel()) for shape in shapes)
 

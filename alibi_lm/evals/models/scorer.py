@@ -29,8 +29,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PREFILL_TOKENS = 65536
 """Prompt tokens in one forward pass; longer prompts are read in chunks, through the KV cache."""
 ANSWERS_DENSE_UP_TO = 8192
-"""Prompts that, with their answers, are at most so long are read densely: pruning gains little,
-and make more calls for few new tokens."""
+"""At or below this length (prompt + answer) attention is dense: pruning saves little there and
+costs a call per token."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,10 @@ class PromptScores:
 
 
 def checked_scores(scores: Tensor) -> Tensor:
-    """Scores of tokens as they are.
+    """The scores, unchanged.
 
     Raises:
-        CheckpointError: one is not a number; the likeliest token would be any.
+        CheckpointError: one is not a number, so no token is the likeliest.
     """
     if bool(scores.isnan().any()):
         rule = "gives scores that are not numbers"
@@ -65,7 +65,7 @@ class Scorer(Protocol):
 
     @property
     def dp_size(self) -> int:
-        """Copies of the model that share a batch: give a multiple of so many rows."""
+        """Copies of the model that share a batch; batches should be a multiple of it."""
         ...
 
     def token_losses(self, tokens: Tensor) -> Tensor:
@@ -107,10 +107,10 @@ def check_input(
 
     Args:
         tokens: token ids.
-        num_positions: positions that they, and what is generated after them, take.
-        limit: positions that the model has; None where any length goes.
+        num_positions: positions used by them and by what is generated after them.
+        limit: positions that the model has; None if any length is allowed.
         vocab_size: its number of token ids.
-        owner: what has the positions, for the message.
+        owner: name of the model in the message.
 
     Raises:
         ConfigError: more positions than there are.
@@ -132,7 +132,7 @@ class NativeScorer:
     positions at a time. With a pruning_tolerance above 0, so does the time of long inputs.
 
     Attributes:
-        pruning_tolerance: what each head and row may leave out of its probability; 0 is dense.
+        pruning_tolerance: largest probability that a head may skip per query; 0 is dense.
     """
 
     def __init__(
@@ -238,7 +238,7 @@ class NativeScorer:
         return tokens.to(self._device)
 
     def _read(self, prompts: Tensor, cache: KVCache) -> Tensor:
-        """Put prompts into the cache; log probabilities `[B, V]` fp32 of the token after."""
+        """Read prompts into the cache; log-probabilities `[B, V]` fp32 of the token after."""
         piece = max(1, PREFILL_TOKENS // prompts.shape[0])
         for tokens in prompts.split(piece, dim=1):
             hidden = self._decoder.hidden_states(tokens, cache)
@@ -263,8 +263,8 @@ class NativeScorer:
         return torch.stack(new, 1) if new else first.new_empty(len(first), 0, dtype=torch.int64)
 
 
-class Weights(Protocol):
-    """Weights of this project's own model: a checkpoint, or an imported folder."""
+class DecoderSource(Protocol):
+    """A source of our own decoder: a checkpoint, or an imported folder."""
 
     @property
     def config(self) -> Config:
@@ -279,14 +279,14 @@ class Weights(Protocol):
 
 
 def native_scorer(
-    weights: Weights,
+    source: DecoderSource,
     precision: str,
     pruning_tolerance: float | None = 0.0,
     scaling: dict[str, Any] | None = None,
     tp: ParallelDim = NO_PARALLEL,
     device: str | None = None,
 ) -> NativeScorer:
-    """The scorer of a checkpoint's own weights, with the run's scaling of positions or another.
+    """A scorer of a checkpoint or an imported folder, with its own scaling of positions or another.
 
     `pruning_tolerance` is as `NativeScorer` takes it. Every rank of `tp` gives the same results.
 
@@ -300,6 +300,6 @@ def native_scorer(
     """
     model = None
     if scaling is not None:
-        model = build(ModelConfig, to_dict(weights.config.model) | {"scaling": scaling})
-    decoder = weights.decoder(dtype=DTYPES[precision], model=model, tp=tp)
+        model = build(ModelConfig, to_dict(source.config.model) | {"scaling": scaling})
+    decoder = source.decoder(dtype=DTYPES[precision], model=model, tp=tp)
     return NativeScorer(decoder, device, pruning_tolerance)

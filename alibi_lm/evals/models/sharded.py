@@ -32,7 +32,7 @@ class EvalRanks:
         return self.tp.size * self.dp.size
 
     def check(self, config: Config | None) -> None:
-        """Raise if these ranks cannot share the model; None: a model computed by other code.
+        """Raise if these ranks cannot share the model; None: one computed by `transformers`.
 
         Raises:
             ConfigError: naming every rule broken.
@@ -58,7 +58,7 @@ ONE_PROCESS = EvalRanks()
 class ShardedScorer:
     """Splits the rows of a batch over the data-parallel ranks; all of them get all results.
 
-    Every rank calls it with the same input. A rank for which no row is left waits for the others.
+    Every rank calls it with the same input. A rank without rows waits for the others.
     """
 
     def __init__(self, scorer: Scorer, ranks: EvalRanks) -> None:
@@ -73,15 +73,15 @@ class ShardedScorer:
 
     @property
     def dp_size(self) -> int:
-        """The ranks."""
+        """Number of data-parallel ranks."""
         return self._dp.size
 
     def token_losses(self, tokens: Tensor) -> Tensor:
         """As `Scorer.token_losses`."""
         rows = self._rows(len(tokens))
-        own = tokens[rows]
+        local = tokens[rows]
         parts = gather_results(
-            lambda: self._scorer.token_losses(own) if len(own) else None, self._dp.group
+            lambda: self._scorer.token_losses(local) if len(local) else None, self._dp.group
         )
         return torch.cat([part for part in parts if part is not None])
 

@@ -1,4 +1,4 @@
-"""Hugging Face folders and models as what is judged."""
+"""Hugging Face folders and models to evaluate."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from alibi_lm.parallel.mesh import NO_PARALLEL
 from alibi_lm.utils.errors import ConfigError, Problem
 
 RESULTS = Path("evals") / "hf"
-"""Where results of Hugging Face models lie below the current folder: theirs is left alone."""
+"""Folder, below the current one, of results of Hugging Face models; theirs is not written to."""
 
 
 def open_hf(name: str, options: EvalOptions) -> EvalModel:
@@ -28,7 +28,7 @@ def open_hf(name: str, options: EvalOptions) -> EvalModel:
 
     Raises:
         CheckpointError: it cannot be used.
-        ConfigError: the native engine is asked for, and the model is not ours to compute.
+        ConfigError: the native engine is asked for, and cannot compute the model.
     """
     folder = loading.find_folder(name)
     reason = loading.unsupported_reason(folder)
@@ -41,7 +41,7 @@ def open_hf(name: str, options: EvalOptions) -> EvalModel:
 
 
 class HuggingFaceModel(EvalModel):
-    """A Hugging Face folder, whatever computes it."""
+    """A Hugging Face folder, computed by either engine."""
 
     engine: Engine
 
@@ -67,22 +67,22 @@ class HuggingFaceModel(EvalModel):
 
     @property
     def step(self) -> int | None:
-        """Nobody says."""
+        """None: a Hugging Face folder does not state it."""
         return None
 
     @cached_property
     def digest(self) -> str:
-        """Of the files that model and tokenizer are read from."""
+        """Digest of the files that model and tokenizer are read from."""
         return loading.weights_digest(self.folder)
 
     @cached_property
     def declared_training_length(self) -> int | None:
-        """By config.json, or what an export says beside it."""
+        """From config.json or the manifest of an export."""
         return loading.training_length(self.folder)
 
     @property
     def default_corpora(self) -> Sequence[str]:
-        """None."""
+        """None: a Hugging Face folder names no corpus."""
         return []
 
     @property
@@ -98,7 +98,7 @@ class HuggingFaceModel(EvalModel):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The user's, and what computes it."""
+        """The user's options, and the engine."""
         return {**super().settings, "engine": self.engine}
 
 
@@ -109,7 +109,7 @@ class ImportedModel(HuggingFaceModel):
 
     def __init__(self, name: str, folder: Path, options: EvalOptions) -> None:
         super().__init__(name, folder, options)
-        self._weights = loading.ImportedFolder(folder)
+        self._imported = loading.ImportedFolder(folder)
 
     @property
     def max_input_length(self) -> int | None:
@@ -118,29 +118,31 @@ class ImportedModel(HuggingFaceModel):
 
     @cached_property
     def num_parameters(self) -> int:
-        """Of our own model."""
+        """Parameters of our own decoder."""
         with torch.device("meta"):
-            return Decoder(self._weights.config.model, seed=None).num_parameters()
+            return Decoder(self._imported.config.model, seed=None).num_parameters()
 
     @property
     def model_config(self) -> ModelConfig | None:
-        """As it is imported."""
-        return self._weights.config.model
+        """The config that the folder is imported with."""
+        return self._imported.config.model
 
     def tokenizer(self) -> Tokenizer | None:
         """The folder's."""
-        return self._weights.tokenizer()
+        return self._imported.tokenizer()
 
     def _make_scorer(
         self, precision: str, pruning_tolerance: float | None, scaling: dict[str, Any] | None
     ) -> Scorer:
-        self.ranks.check(self._weights.config)
+        self.ranks.check(self._imported.config)
         ranks, device = self.ranks, self.options.device
-        return native_scorer(self._weights, precision, pruning_tolerance, scaling, ranks.tp, device)
+        return native_scorer(
+            self._imported, precision, pruning_tolerance, scaling, ranks.tp, device
+        )
 
     def decoder(self, dtype: torch.dtype = torch.float32) -> Decoder:
         """The model as our own module."""
-        return self._weights.decoder(dtype, tp=NO_PARALLEL)
+        return self._imported.decoder(dtype, tp=NO_PARALLEL)
 
 
 class TransformersModel(HuggingFaceModel):
@@ -150,22 +152,22 @@ class TransformersModel(HuggingFaceModel):
 
     def __init__(self, name: str, folder: Path, options: EvalOptions) -> None:
         super().__init__(name, folder, options)
-        self._stock = loading.TransformersFolder(folder)
-        self._tokenizer = self._stock.tokenizer()
+        self._hf_folder = loading.TransformersFolder(folder)
+        self._tokenizer = self._hf_folder.tokenizer()
 
     @property
     def max_input_length(self) -> int | None:
-        """Rows of a table of positions, where the class has one."""
-        return self._stock.longest_input
+        """Rows of the position table, if the class has one."""
+        return self._hf_folder.longest_input
 
     @property
     def num_parameters(self) -> int:
-        """Of the class."""
-        return self._stock.num_parameters
+        """Parameters of the class."""
+        return self._hf_folder.num_parameters
 
     @property
     def model_config(self) -> ModelConfig | None:
-        """None: other code computes it."""
+        """None: `transformers` computes it."""
         return None
 
     def tokenizer(self) -> Tokenizer | None:
@@ -178,7 +180,7 @@ class TransformersModel(HuggingFaceModel):
         self.ranks.check(None)
         problems = []
         if pruning_tolerance:
-            rule = "only this project's own model leaves far keys out"
+            rule = "only this project's own model prunes attention"
             problems.append(
                 Problem(
                     "pruning_tolerance", pruning_tolerance, rule, "leave it out, or set it to 0"
@@ -189,7 +191,7 @@ class TransformersModel(HuggingFaceModel):
             problems.append(Problem("scaling", scaling, rule, "leave it out"))
         if problems:
             raise ConfigError(*problems)
-        model = self._stock.load(DTYPES[precision])
+        model = self._hf_folder.load(DTYPES[precision])
         return TransformersScorer(model, self.max_input_length, self.options.device)
 
     def decoder(self, dtype: torch.dtype = torch.float32) -> Decoder:
@@ -198,6 +200,6 @@ class TransformersModel(HuggingFaceModel):
         Raises:
             ConfigError: always.
         """
-        rule = "this eval looks into this project's own model"
+        rule = "this eval needs this project's own model"
         fix = "give the folder of a BLOOM or MPT model, without --engine hf"
         raise ConfigError(Problem("--engine", self.engine, rule, fix))

@@ -1,8 +1,8 @@
-"""Scoring with a class of `transformers`, in memory that does not grow with the square.
+"""Scoring with a class of `transformers`, in memory that grows linearly with the length.
 
-What a single row cannot do in one pass goes through the class's own key/value cache in pieces, so
-that neither logits (length x vocabulary) nor scores (length x length) are ever held whole. Whether
-a class computes the same in pieces is tried on it first; one that does not is given whole inputs.
+A row too large for one pass is scored in chunks through the model's KV cache. So neither logits
+(length x vocabulary) nor attention scores (length x length) are ever held whole. A short input is
+scored both ways first; a class whose chunks give other logits gets every input whole.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ LOGITS_AT_ONCE = 1 << 27
 """Logits that one pass may make."""
 SCORES_AT_ONCE = 1 << 28
 """Attention scores that one pass may make in a layer."""
-TRIED_TOKENS = 48
+PROBE_TOKENS = 48
 _SAME = 1e-3
 _UNMOVED = 1e-5
 """Largest difference of two passes of one shape."""
 _BY_LENGTH = ("dynamic", "longrope")
-"""Kinds of rotary frequencies that depend on the length of the whole input."""
+"""Rotary types whose frequencies depend on the input length."""
 _NO_PLACE = re.compile(r"index .*out of (range|bounds)")
 """torch's message for a position beyond a table."""
 
@@ -39,9 +39,9 @@ class TransformersScorer:
     """Scores any causal language model of `transformers`.
 
     Attributes:
-        counts_length: whether a token's loss depends on how many tokens come after it, because the
-            class takes its positions' frequencies by the length of the input. Then rows must not
-            be filled up, and every input goes through the class in one pass.
+        length_dependent: whether a token's loss depends on the number of tokens after it, because
+            the class derives its rotary frequencies from the length of the input. Then rows must
+            not be padded, and every input goes through the class in one pass.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class TransformersScorer:
 
         Args:
             model: as `AutoModelForCausalLM` gives it.
-            max_input_length: tokens that its class can take; None where any length goes.
+            max_input_length: longest input of its class in tokens; None if any length is allowed.
             device: as `get_device` takes it.
             logits_at_once: logits that one pass may make.
             scores_at_once: attention scores that one pass may make in a layer.
@@ -71,8 +71,8 @@ class TransformersScorer:
         self._logits_at_once, self._scores_at_once = logits_at_once, scores_at_once
         self._heads = int(getattr(model.config, "num_attention_heads", None) or 1)
         self._keeps_last = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self.length_dependent = _any_type(getattr(model.config, "rope_parameters", None))
-        self._in_pieces: bool | None = None
+        self.length_dependent = _depend_on_length(getattr(model.config, "rope_parameters", None))
+        self._chunkable: bool | None = None
         self._check_causal()
 
     @property
@@ -99,10 +99,10 @@ class TransformersScorer:
             self._logits_at_once // (length * self.vocab_size),
             self._scores_at_once // (self._heads * length * length),
         )
-        if rows >= 1 or not self._pieces_agree():
+        if rows >= 1 or not self._chunks_agree():
             parts = [self._whole(part) for part in tokens.split(max(1, rows))]
         else:
-            parts = [self._pieces(row[None]) for row in tokens]
+            parts = [self._chunked(row[None]) for row in tokens]
         return torch.cat(parts).cpu()
 
     @torch.inference_mode()
@@ -118,10 +118,10 @@ class TransformersScorer:
         longest = prompts.shape[1] + max(candidates.shape[2], max_new_tokens)
         prompts = self._checked(prompts, longest)
         candidates = self._checked(candidates, longest)
-        state = self._prefill(prompts) if self._pieces_agree() else _Uncached(self, prompts)
+        state = self._prefill(prompts) if self._chunks_agree() else _Uncached(self, prompts)
         scores = [state.log_likelihood(choice) for choice in candidates.unbind(1)]
-        found = checked_scores(torch.stack(scores, 1))
-        return PromptScores(found.cpu(), state.greedy(max_new_tokens).cpu())
+        loglikelihoods = checked_scores(torch.stack(scores, 1))
+        return PromptScores(loglikelihoods.cpu(), state.greedy(max_new_tokens).cpu())
 
     def generate(self, prompt: Sequence[int], max_new_tokens: int) -> list[int]:
         """The greedy continuation of one prompt."""
@@ -145,11 +145,11 @@ class TransformersScorer:
     def _checked(self, tokens: Tensor, num_positions: int) -> Tensor:
         owner = type(self._model).__name__
         check_input(tokens, num_positions, self._longest, self.vocab_size, owner)
-        self._make_room(num_positions)
+        self._raise_max_seq_len(num_positions)
         return tokens.to(self._device)
 
-    def _make_room(self, num_positions: int) -> None:
-        """MPT's class crashes past this value, from which only the length of its bias comes."""
+    def _raise_max_seq_len(self, num_positions: int) -> None:
+        """Raise MPT's `max_seq_len`: it only sizes the bias, and the class crashes past it."""
         config = self._model.config
         if config.model_type == "mpt" and num_positions > config.max_seq_len:
             config.max_seq_len = 1 << (num_positions - 1).bit_length()
@@ -165,7 +165,7 @@ class TransformersScorer:
         if last and self._keeps_last:
             settings["logits_to_keep"] = 1
         if self.length_dependent:
-            # Such a class keeps the frequencies of the longest input until it sees a short one.
+            # Such a class keeps the frequencies of its longest input until it gets a short one.
             self._model(input_ids=tokens[:1, :1], use_cache=False)
         try:
             out = self._model(input_ids=tokens, **settings)
@@ -186,27 +186,27 @@ class TransformersScorer:
     @torch.inference_mode()
     def _check_causal(self) -> None:
         """Refuse a class whose tokens attend to later ones, such as BERT as an encoder."""
-        tokens = self._tried()
+        tokens = self._probe_tokens()
         half = tokens.shape[1] // 2
         if not half:
             return
         other = tokens.clone()
         other[:, half:] = (tokens[:, half:] + 1) % self.vocab_size
         first, second = (self.forward(ids, False)[0][:, :half] for ids in (tokens, other))
-        if not self._alike(first, second, _UNMOVED):
+        if not self._same_logits(first, second, _UNMOVED):
             name = type(self._model).__name__
             rule = f"is no causal language model: {name} reads the tokens after each position"
             fix = "name one that reads from left to right (BERT's kind: is_decoder in its config)"
             raise CheckpointError(Problem("hf", None, rule, fix))
 
-    def _tried(self) -> Tensor:
-        """A few token ids `[1, n]` to try a class on."""
-        count = min(TRIED_TOKENS, self._longest or TRIED_TOKENS)
-        self._make_room(count)
+    def _probe_tokens(self) -> Tensor:
+        """A few token ids `[1, n]` to test a class with."""
+        count = min(PROBE_TOKENS, self._longest or PROBE_TOKENS)
+        self._raise_max_seq_len(count)
         return torch.arange(count, device=self._device)[None] * 7919 % self.vocab_size
 
-    def _alike(self, logits: Tensor, others: Tensor, within: float = _SAME) -> bool:
-        """Whether logits are the same but for rounding; those that are no numbers are."""
+    def _same_logits(self, logits: Tensor, others: Tensor, within: float = _SAME) -> bool:
+        """Whether logits agree up to rounding; NaNs count as equal."""
         apart = (logits.log_softmax(-1) - others.log_softmax(-1)).abs().nan_to_num(0.0).max()
         coarse = next(self._model.parameters()).dtype != torch.float32
         return bool(apart < (100 if coarse else 1) * within)
@@ -216,8 +216,8 @@ class TransformersScorer:
         logits, _ = self.forward(tokens[:, :-1], False)
         return F.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none")
 
-    def _pieces(self, tokens: Tensor) -> Tensor:
-        """Losses `[B, T]`, read in pieces."""
+    def _chunked(self, tokens: Tensor) -> Tensor:
+        """Losses `[B, T]`, in chunks."""
         losses, cache, first = [], None, 0
         for part in self._split(tokens[:, :-1], logits=True):
             logits, cache = self.forward(part, cache)
@@ -227,7 +227,7 @@ class TransformersScorer:
         return torch.cat(losses, dim=1)
 
     def _split(self, tokens: Tensor, *, logits: bool) -> Iterator[Tensor]:
-        """Tokens `[B, T]` in pieces that keep to the limits."""
+        """Tokens `[B, T]` in chunks within the limits."""
         count, length = tokens.shape
         size = self._scores_at_once // (count * self._heads * length)
         if logits:
@@ -240,18 +240,18 @@ class TransformersScorer:
             logits, cache = self.forward(part, cache, last=True)
         return _Cached(self, logits[:, -1].log_softmax(-1), cache, prompts.shape[1])
 
-    def _pieces_agree(self) -> bool:
-        """Whether the class gives the same logits in pieces as in one pass."""
-        if self._in_pieces is None:
-            tokens = self._tried()
+    def _chunks_agree(self) -> bool:
+        """Whether the class gives the same logits in chunks as in one pass."""
+        if self._chunkable is None:
+            tokens = self._probe_tokens()
             half = tokens.shape[1] // 2
             whole, _ = self.forward(tokens, False)
             logits, cache = self.forward(tokens[:, :half])
-            self._in_pieces = cache is not None and not self.length_dependent
-            if self._in_pieces:
+            self._chunkable = cache is not None and not self.length_dependent
+            if self._chunkable:
                 more, _ = self.forward(tokens[:, half:], cache)
-                self._in_pieces = self._alike(torch.cat([logits, more], dim=1), whole)
-        return self._in_pieces
+                self._chunkable = self._same_logits(torch.cat([logits, more], dim=1), whole)
+        return self._chunkable
 
 
 class _Cached:
@@ -284,12 +284,12 @@ class _Cached:
 
 
 class _Fork:
-    """Lends a cache, and restores it afterwards."""
+    """A context manager that lends a cache and restores it afterwards."""
 
     def __init__(self, cache: Any, num_tokens: int) -> None:
         self._cache, self._num_tokens = cache, num_tokens
-        (found,) = cache.values()
-        kinds = {type(layer).__name__ for layer in getattr(found, "layers", ())}
+        (inner,) = cache.values()
+        kinds = {type(layer).__name__ for layer in getattr(inner, "layers", ())}
         # Other layers, such as those of sliding windows, forget what a longer input pushes out.
         self._crops = kinds == {"DynamicLayer"}
 
@@ -298,12 +298,12 @@ class _Fork:
 
     def __exit__(self, *_: object) -> None:
         if self._crops:
-            (found,) = self._cache.values()
-            found.crop(-self._num_tokens)
+            (inner,) = self._cache.values()
+            inner.crop(-self._num_tokens)
 
 
 class _Uncached:
-    """Prompts of a class without a working cache: every call is a whole pass."""
+    """Prompts of a class without a usable cache: every call is a whole pass."""
 
     def __init__(self, scorer: TransformersScorer, prompts: Tensor) -> None:
         self._scorer, self._prompts = scorer, prompts
@@ -315,8 +315,8 @@ class _Uncached:
             return self._prompts.new_zeros(len(self._prompts), dtype=torch.float32)
         tokens = torch.cat([self._prompts, choice], dim=1)
         logits, _ = self._scorer.forward(tokens[:, :-1], False)
-        found = logits[:, -count:].log_softmax(-1).gather(2, choice[..., None])
-        return found.squeeze(2).sum(1)
+        scores = logits[:, -count:].log_softmax(-1).gather(2, choice[..., None])
+        return scores.squeeze(2).sum(1)
 
     def greedy(self, count: int) -> Tensor:
         """Likeliest tokens `[B, count]`."""
@@ -328,9 +328,9 @@ class _Uncached:
         return tokens[:, self._prompts.shape[1] :]
 
 
-def _any_type(parameters: Any) -> bool:
-    """Whether rotary parameters, of all layers or by kind of layer, go by the input's length."""
+def _depend_on_length(parameters: Any) -> bool:
+    """Whether rotary parameters, of all layers or by kind of layer, depend on the input length."""
     if not isinstance(parameters, dict):
         return False
     kind = parameters.get("rope_type")
-    return kind in _BY_LENGTH or any(_any_type(own) for own in parameters.values())
+    return kind in _BY_LENGTH or any(_depend_on_length(nested) for nested in parameters.values())

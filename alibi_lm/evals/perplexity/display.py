@@ -31,11 +31,13 @@ def table(result: PerplexityResult) -> list[str]:
 def tolerance_lines(
     model: Mapping[str, object], lengths: Sequence[int], dense_up_to: int
 ) -> list[str]:
-    """What the attention of long inputs left out, if anything."""
+    """How much attention probability long inputs may skip, if any."""
     tolerance = model.get("pruning_tolerance")
     if not tolerance or max(lengths) <= dense_up_to:
         return []
-    return [f"above {dense_up_to:,} tokens each head leaves out at most {tolerance:g} of a row"]
+    return [
+        f"above {dense_up_to:,} tokens each head skips at most {tolerance:g} of its probability"
+    ]
 
 
 def _length_lines(rows: Sequence[LengthRow]) -> list[str]:

@@ -57,7 +57,7 @@ LARGEST_LOSS = 700
 
 
 @dataclass(frozen=True)
-class Scores:
+class WindowScores:
     """Losses in non-overlapping windows, nats."""
 
     sums: np.ndarray
@@ -76,7 +76,7 @@ def score_windows(
     batch_tokens: int,
     sample: Sample | None,
     parts: Parts,
-) -> Scores:
+) -> WindowScores:
     """Every target of every document at each length; each length is a part."""
     size = sum(len(document) - 1 for document in documents)
 
@@ -96,7 +96,7 @@ def score_windows(
     with Progress("perplexity", len(lengths) * size, unit="tok") as progress:
         scored = [parts.run(str(n), partial(score, n), progress, size) for n in lengths]
     values = [part.value for part in scored]
-    return Scores(
+    return WindowScores(
         np.array([value["sums"] for value in values]),
         [json_values.decode(PositionRow, row) for row in values[-1]["by_position"]],
         None if sample is None else np.array([value["sampled"] for value in values]),

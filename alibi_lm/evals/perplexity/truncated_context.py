@@ -1,8 +1,8 @@
 """The truncated-context baseline: the model's own score with its input cut to the last L tokens.
 
 Perplexity in longer windows falls even for a model that never uses more than L tokens of context,
-because fewer of its targets stand near a window's start. Whether it uses more shows only in the
-paired difference to its own score with the cut input.
+because fewer of its targets stand near a window's start. Only the paired difference between full
+and truncated input shows whether it uses more.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def cut_losses(
     batch_tokens: int,
     progress: Progress | None = None,
 ) -> np.ndarray:
-    """Losses `[n]` with so many tokens of context; NaN where no length gives more than that."""
+    """Losses `[n]` with `context_length` tokens of context; NaN if no length gives more."""
     places = {
         (int(sample.document[i]), int(sample.target[i])): i
         for i in np.flatnonzero(sample.longest_context(lengths) > context_length)
@@ -141,7 +141,7 @@ def loss_gap_rows(
         beyond = sample.context(length) > context_length
         baseline = np.where(beyond, cut, losses)
         differences = losses - baseline
-        # Documents of which no target is cut say nothing, however sure their zeros look.
+        # Only documents with truncated targets carry evidence; the zeros of others would not.
         enough = not beyond.any() or len(np.unique(index[beyond])) >= MIN_DOCUMENTS
         sums = np.bincount(index, differences, minlength=len(owners))
         intervals = bootstrap_means(sums[None], counts) if enough else None

@@ -80,7 +80,7 @@ def export_command(eval_model: EvalModel) -> str:
 
 
 def facts(eval_model: EvalModel, metrics: Metrics | None) -> list[tuple[str, str]]:
-    """What is judged and how it was trained, as (label, value)."""
+    """Facts about the model and its training, as (label, value)."""
     if isinstance(eval_model, NativeModel):
         return run_facts(eval_model.checkpoint, metrics)
     rows = [
@@ -136,7 +136,7 @@ def _duration(seconds: float) -> str:
 
 
 def slope_rows(eval_model: EvalModel) -> list[dict[str, Any]]:
-    """Slope and attention_span of each head, for models with linear biases; else none.
+    """Slope and bias fade distance of each head, for models with linear biases; else none.
 
     Learned slopes differ from layer to layer, and are the weights' own.
     """
@@ -154,7 +154,7 @@ def slope_rows(eval_model: EvalModel) -> list[dict[str, Any]]:
         {
             "head": name,
             "slope": slope,
-            "attention_span": math.log(FADED) / slope,
+            "bias_fade_distance": math.log(FADED) / slope,
             "multiple": math.log(FADED) / slope / eval_model.training_length,
         }
         for name, slope in slopes.items()
@@ -162,35 +162,35 @@ def slope_rows(eval_model: EvalModel) -> list[dict[str, Any]]:
 
 
 def export_facts(eval_model: EvalModel) -> dict[str, Any] | None:
-    """What the export to the default folder proved, or None where this step has none there."""
+    """The manifest of the export in the default folder; None if this step has none there."""
     if not isinstance(eval_model, NativeModel):
         return None
     step = eval_model.checkpoint
-    found = stored_object(step.hf_folder / EXPORT_FACTS)
-    if found is None or found["checkpoint"].get("weights") != step.weights_digest():
+    manifest = stored_object(step.hf_folder / EXPORT_FACTS)
+    if manifest is None or manifest["checkpoint"].get("weights") != step.weights_digest():
         return None
-    return {**found, "folder": str(step.hf_folder)}
+    return {**manifest, "folder": str(step.hf_folder)}
 
 
 def export_rows(eval_model: EvalModel) -> list[tuple[str, str]]:
     """The export's facts as (label, value)."""
-    found = export_facts(eval_model)
-    if found is None:
+    manifest = export_facts(eval_model)
+    if manifest is None:
         return []
-    proof, settings = found["parity"], found["settings"]
+    parity, settings = manifest["parity"], manifest["settings"]
     rows = [
-        ("Folder", found["folder"]),
+        ("Folder", manifest["folder"]),
         ("Format", f"{settings['format']}, {settings['precision']}"),
-        ("Compared on", proof["tokens"]),
+        ("Compared on", parity["tokens"]),
     ]
     rows += [
         (f"Largest logit difference, {row['length']:,} tokens",
-         f"{row['max_difference']:.1e} (at most {proof['tolerance']:.0e} allowed)")
-        for row in proof["logits"]
+         f"{row['max_difference']:.1e} (at most {parity['tolerance']:.0e} allowed)")
+        for row in parity["logits"]
     ]  # fmt: skip
-    rows.append(("Greedy tokens equal", str(proof["greedy_tokens_equal"])))
-    if proof.get("tokenizer"):
-        same = proof["tokenizer"]
+    rows.append(("Greedy tokens equal", str(parity["greedy_tokens_equal"])))
+    if parity.get("tokenizer"):
+        same = parity["tokenizer"]
         rows.append(("Tokenizer", f"{same['class']}: the same ids for {same['tokens_equal']:,} "
                      f"tokens of {same['documents_equal']:,} documents"))  # fmt: skip
     return rows
@@ -227,15 +227,15 @@ def summary_lines(eval_model: EvalModel) -> list[str]:
 
 
 def _export_lines(eval_model: EvalModel) -> list[str]:
-    found = export_facts(eval_model)
-    if found is None:
+    manifest = export_facts(eval_model)
+    if manifest is None:
         return [f"export: not made yet: {export_command(eval_model)}"]
     differences = ", ".join(
         f"{row['max_difference']:.1e} at {row['length']:,} tokens"
-        for row in found["parity"]["logits"]
+        for row in manifest["parity"]["logits"]
     )
     return [
-        f"export: {found['folder']}",
+        f"export: {manifest['folder']}",
         f"  largest logit difference to transformers {differences}; "
-        f"{found['parity']['greedy_tokens_equal']} greedy tokens equal",
+        f"{manifest['parity']['greedy_tokens_equal']} greedy tokens equal",
     ]

@@ -7,7 +7,7 @@ import math
 Bin = tuple[int, int]
 """Tokens: above the first, up to the second."""
 FINEST = 8
-"""The first bin reaches to this part of the training length."""
+"""The first bin ends at this fraction of the training length."""
 
 
 def distance_bin(distance: int, training_length: int) -> Bin:

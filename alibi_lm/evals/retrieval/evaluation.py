@@ -16,7 +16,7 @@ from alibi_lm.evals.models.scorer import Scorer
 from alibi_lm.evals.retrieval import display
 from alibi_lm.evals.retrieval.result import (
     LeftOut,
-    PasskeyReach,
+    PasskeyKMax,
     PasskeyRow,
     PasskeyTable,
     RetrievalResult,
@@ -26,7 +26,7 @@ from alibi_lm.evals.retrieval.result import (
     TaskInfo,
 )
 from alibi_lm.evals.retrieval.ruler_table import effective_words, ruler_table
-from alibi_lm.evals.retrieval.scoring import Counts, Tally, score_all
+from alibi_lm.evals.retrieval.scoring import Counts, RetrievalTally, score_all
 from alibi_lm.evals.retrieval.verdict import retrieval_verdict, task_verdict
 from alibi_lm.tasks.config import RULER, default_tasks
 from alibi_lm.tasks.haystack import Haystack
@@ -37,9 +37,9 @@ from alibi_lm.utils.errors import ConfigError, DataError, Problem
 from alibi_lm.utils.logging import console
 
 PROTOCOL = (
-    "Prompts are put together from token ids and end with the beginning of the answer; greedy "
-    "decoding goes on from there, up to a token that ends a document. A length includes the room "
-    "for the answer. Where the haystack is a corpus or the passkey's filler it is met exactly; "
+    "Prompts are assembled from token ids and end with the beginning of the answer; greedy "
+    "decoding continues them, up to a token that ends a document. A length includes the tokens "
+    "reserved for the answer. Where the haystack is a corpus or the passkey's filler it is exact; "
     "lines, documents and words are added as long as they fit, and the real lengths are stated. "
     "RULER's tasks have its words, sizes and metrics (the share of references found in the answer; "
     "qa: any of them), with lines of the corpus in place of essays; what is said to be of other "
@@ -233,7 +233,7 @@ def summary(counts: Counts, fitting: Sequence[tuple[Task, int]], threshold: floa
     }
 
 
-def _scores(tally: Tally) -> Scores:
+def _scores(tally: RetrievalTally) -> Scores:
     """Of a tally that has counted prompts."""
     scores = tally.scores()
     assert scores is not None
@@ -259,8 +259,8 @@ def _passkey(counts: Counts) -> PasskeyTable:
         PasskeyRow(length=length, distance=distance, **vars(_scores(tally)))
         for (length, distance), tally in sorted(counts.asked.items())
     ]
-    reached = []
+    k_max_rows = []
     for length in sorted({length for length, _ in counts.asked}):
         rates = [(row.distance, row.score.rate) for row in rows if row.length == length]
-        reached.append(PasskeyReach(length=length, k_max=k_max(rates)))
-    return PasskeyTable(rows=rows, success=SUCCESS, k_max=reached)
+        k_max_rows.append(PasskeyKMax(length=length, k_max=k_max(rates)))
+    return PasskeyTable(rows=rows, success=SUCCESS, k_max=k_max_rows)

@@ -20,7 +20,7 @@ from alibi_lm.evals.models.scorer import PromptScores, Scorer
 from alibi_lm.evals.parts import Parts
 from alibi_lm.evals.retrieval import display
 from alibi_lm.evals.retrieval.distance_bins import Bin, distance_bin
-from alibi_lm.evals.retrieval.needle_prompts import NUM_CANDIDATES, PromptMaker, Trial, says
+from alibi_lm.evals.retrieval.needle_prompts import NUM_CANDIDATES, NeedleTrial, PromptMaker, says
 from alibi_lm.evals.retrieval.needle_verdict import needle_verdict
 from alibi_lm.evals.retrieval.result import (
     NeedleBin,
@@ -38,8 +38,8 @@ from alibi_lm.utils.progress import Progress
 PROTOCOL = (
     "A haystack of consecutive tokens from a random place of the corpus holds one line that states "
     f"a {NUM_DIGITS}-digit number for a key; the prompt ends with that line up to the number. "
-    "Prompts are put together from token ids: length = haystack + needle + question + room for the "
-    "answer, exactly. The needle's depth is its share of the haystack, walked back to the end of a "
+    "Prompts are assembled from token ids: length = haystack + needle + question + reserved answer "
+    "tokens, exactly. The needle's depth is its share of the haystack, walked back to the end of a "
     "line. Key and numbers occur nowhere else in the haystack. Ranking: the stated number is the "
     f"most likely of {NUM_CANDIDATES} numbers of equally many tokens (chance "
     f"{1 / NUM_CANDIDATES:.0%}). Generation: greedy decoding of the answer's tokens gives the "
@@ -50,7 +50,7 @@ PROTOCOL = (
 
 
 @dataclass
-class Tally:
+class NeedleTally:
     """Right answers out of trials."""
 
     trials: int = 0
@@ -63,8 +63,8 @@ class Tally:
         self.ranked += ranked
         self.generated += generated
 
-    def __add__(self, other: Tally) -> Tally:
-        return Tally(
+    def __add__(self, other: NeedleTally) -> NeedleTally:
+        return NeedleTally(
             self.trials + other.trials,
             self.ranked + other.ranked,
             self.generated + other.generated,
@@ -98,9 +98,11 @@ class Grid:
     """Counts of a whole grid."""
 
     training_length: int
-    cells: dict[tuple[int, float], Tally] = field(default_factory=lambda: defaultdict(Tally))
-    controls: dict[int, Tally] = field(default_factory=lambda: defaultdict(Tally))
-    bins: dict[Bin, Tally] = field(default_factory=lambda: defaultdict(Tally))
+    cells: dict[tuple[int, float], NeedleTally] = field(
+        default_factory=lambda: defaultdict(NeedleTally)
+    )
+    controls: dict[int, NeedleTally] = field(default_factory=lambda: defaultdict(NeedleTally))
+    bins: dict[Bin, NeedleTally] = field(default_factory=lambda: defaultdict(NeedleTally))
     """By the distance of the needle from the end of the prompt."""
     num_placed_exactly: int = 0
     """Needles put inside a line, because no line ended near."""
@@ -149,7 +151,7 @@ def score_grid(
     training_length: int,
     parts: Parts | None = None,
 ) -> tuple[Grid, float]:
-    """Put every prompt of the grid, and every control, to the model; each length is a part.
+    """Score every prompt and every control of the grid; each length is a part.
 
     Returns:
         The counts, and seconds.
@@ -176,7 +178,7 @@ def score_grid(
     return grid, seconds
 
 
-Prompt = tuple[Trial, float | None, np.ndarray]
+Prompt = tuple[NeedleTrial, float | None, np.ndarray]
 """A trial, the needle's depth (None: control) and the token ids."""
 
 
@@ -199,7 +201,7 @@ def _batches(
         yield batch
 
 
-def _candidates(trials: Sequence[Trial]) -> torch.Tensor:
+def _candidates(trials: Sequence[NeedleTrial]) -> torch.Tensor:
     """`[B, K, A]` token ids."""
     return torch.tensor([[answer.tokens for answer in trial.candidates] for trial in trials])
 
@@ -216,7 +218,7 @@ def _outcomes(
             yield Outcome(None, ranked, generated)
             continue
         position, at_line_end = trial.place(depth)
-        walk = round(depth * trial.answer_budget) - position
+        walk = round(depth * trial.haystack_budget) - position
         yield Outcome(depth, ranked, generated, trial.distance(depth), at_line_end, walk)
 
 
@@ -316,7 +318,7 @@ def _by_length(grid: Grid, lengths: Sequence[int], depths: Sequence[float]) -> l
         NeedleRow(
             length=length,
             control=grid.controls[length].scores(),
-            **vars(sum((grid.cells[length, depth] for depth in depths), Tally()).scores()),
+            **vars(sum((grid.cells[length, depth] for depth in depths), NeedleTally()).scores()),
         )
         for length in lengths
     ]

@@ -1,9 +1,9 @@
-"""Needle prompts, put together from token ids so that their length is exact.
+"""Needle prompts, assembled from token ids so that their length is exact.
 
-A prompt of length T asks for A answer tokens, so it has T - A tokens: the answer's room is part of
-the length. It reads: haystack, needle (a line that states a number), haystack, question (that line
-up to the number). Distractors, lines of the needle's kind with other keys, are part of the
-haystack. No text is tokenized twice or joined before tokenizing.
+A prompt of length T reserves A tokens for the answer, so it has T - A tokens. It reads: haystack,
+needle (a line that states a number), haystack, question (that line up to the number).
+Distractors, lines of the needle's kind with other keys, are part of the haystack. No text is
+tokenized twice or joined before tokenizing.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from alibi_lm.utils.errors import ConfigError, DataError, Problem
 
 NUM_CANDIDATES = 10
 
-__all__ = ["LARGEST_WALK", "NUM_CANDIDATES", "PromptMaker", "Trial", "says"]
+__all__ = ["LARGEST_WALK", "NUM_CANDIDATES", "PromptMaker", "NeedleTrial", "says"]
 
 
 @dataclass(frozen=True)
-class Trial:
+class NeedleTrial:
     """One haystack with its key and answers; the needle goes to any depth."""
 
     haystack: np.ndarray
-    """`[answer_budget + needle]` token ids: the control's whole haystack."""
+    """`[haystack_budget + needle]` token ids: the control's whole haystack."""
     needle: np.ndarray
     question: np.ndarray
     key: str
@@ -47,7 +47,7 @@ class Trial:
     """Keys and numbers of the lines of its kind in the haystack."""
 
     @property
-    def answer_budget(self) -> int:
+    def haystack_budget(self) -> int:
         """Haystack tokens of a prompt with a needle."""
         return len(self.haystack) - len(self.needle)
 
@@ -59,24 +59,24 @@ class Trial:
     def place(self, depth: float) -> tuple[int, bool]:
         """Haystack position of the needle, and whether a line ends there.
 
-        The position is depth x room, walked back to the nearest end of a line; where none is
-        within LARGEST_WALK tokens, it is taken exactly.
+        The position is depth x haystack_budget, walked back to the nearest end of a line; where
+        none is within LARGEST_WALK tokens, it is taken exactly.
         """
-        return place(self.line_ends, round(depth * self.answer_budget))
+        return place(self.line_ends, round(depth * self.haystack_budget))
 
     def distance(self, depth: float) -> int:
         """Tokens from the needle's start to the end of the prompt."""
         position, _ = self.place(depth)
-        return len(self.needle) + self.answer_budget - position + len(self.question)
+        return len(self.needle) + self.haystack_budget - position + len(self.question)
 
     def prompt(self, depth: float) -> np.ndarray:
         """The prompt with the needle at `depth`, `[length - answer tokens]`."""
         position, _ = self.place(depth)
-        before, after = self.haystack[:position], self.haystack[position : self.answer_budget]
+        before, after = self.haystack[:position], self.haystack[position : self.haystack_budget]
         return np.concatenate([before, self.needle, after, self.question])
 
     def control(self) -> np.ndarray:
-        """The prompt without a needle, as long: the haystack just goes on."""
+        """The prompt without a needle: equally long, with more haystack in its place."""
         return np.concatenate([self.haystack, self.question])
 
 
@@ -99,7 +99,7 @@ class PromptMaker:
 
     @property
     def num_answer_tokens(self) -> int:
-        """Tokens that every answer takes: the room left at the end of a prompt."""
+        """Tokens that every answer takes: reserved at the end of a prompt."""
         return len(self._answers[0].tokens)
 
     def shortest_length(self) -> int:
@@ -110,7 +110,7 @@ class PromptMaker:
         return 2 * (lines + question) + self.num_answer_tokens
 
     def check(self, lengths: Sequence[int]) -> None:
-        """Refuse lengths that have no room for a needle, or more tokens than any corpus.
+        """Refuse lengths too short for a needle, or with more tokens than any corpus.
 
         Raises:
             ConfigError: naming each such length.
@@ -126,7 +126,7 @@ class PromptMaker:
         if problems:
             raise ConfigError(*problems)
 
-    def trial(self, length: int, index: int) -> Trial:
+    def trial(self, length: int, index: int) -> NeedleTrial:
         """Trial `index` of a prompt length, in time linear in the length.
 
         Raises:
@@ -146,7 +146,7 @@ class PromptMaker:
         size = length - self.num_answer_tokens - len(question)
         haystack, ends = self._filled(generator, cut.tokens, cut.texts, distractors, size,
                                       len(needle))  # fmt: skip
-        return Trial(
+        return NeedleTrial(
             haystack=haystack,
             needle=np.array(needle, dtype=np.int64),
             question=np.array(question, dtype=np.int64),

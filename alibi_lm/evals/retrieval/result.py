@@ -78,7 +78,7 @@ class PasskeyRow(Scores):
 
 
 @dataclass(kw_only=True)
-class PasskeyReach:
+class PasskeyKMax:
     """Position Interpolation's k_max at a length; None: no distance succeeds."""
 
     length: int
@@ -91,7 +91,7 @@ class PasskeyTable:
 
     rows: list[PasskeyRow]
     success: float
-    k_max: list[PasskeyReach]
+    k_max: list[PasskeyKMax]
 
 
 @dataclass(kw_only=True)

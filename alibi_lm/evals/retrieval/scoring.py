@@ -1,4 +1,4 @@
-"""Puts the prompts of retrieval tasks to a model and counts what is right."""
+"""Scores a model on the prompts of retrieval tasks, and counts right answers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from alibi_lm.utils.progress import Progress
 
 
 @dataclass
-class Tally:
+class RetrievalTally:
     """Scores of some prompts."""
 
     trials: int = 0
@@ -62,12 +62,12 @@ class Tally:
 class CellTally:
     """A task at a length."""
 
-    all: Tally = field(default_factory=Tally)
-    near: Tally = field(default_factory=Tally)
+    all: RetrievalTally = field(default_factory=RetrievalTally)
+    near: RetrievalTally = field(default_factory=RetrievalTally)
     """Prompts whose facts all lie within the training length of the prompt's end."""
-    far: Tally = field(default_factory=Tally)
+    far: RetrievalTally = field(default_factory=RetrievalTally)
     """Prompts with a needed fact farther back."""
-    control: Tally = field(default_factory=Tally)
+    control: RetrievalTally = field(default_factory=RetrievalTally)
     least: int = 0
     """Real length of the shortest prompt."""
     most: int = 0
@@ -93,8 +93,12 @@ class Counts:
 
     training_length: int
     cells: dict[tuple[str, int], CellTally] = field(default_factory=lambda: defaultdict(CellTally))
-    bins: dict[tuple[str, Bin], Tally] = field(default_factory=lambda: defaultdict(Tally))
-    asked: dict[tuple[int, int], Tally] = field(default_factory=lambda: defaultdict(Tally))
+    bins: dict[tuple[str, Bin], RetrievalTally] = field(
+        default_factory=lambda: defaultdict(RetrievalTally)
+    )
+    asked: dict[tuple[int, int], RetrievalTally] = field(
+        default_factory=lambda: defaultdict(RetrievalTally)
+    )
     """The passkey's, by length and asked distance."""
 
     def add(self, task: str, length: int, outcome: Outcome) -> None:
@@ -132,7 +136,7 @@ def score_all(
     training_length: int,
     parts: Parts,
 ) -> tuple[Counts, float]:
-    """Put the prompts of every cell, and its controls, to the model; each cell is a part.
+    """Score the prompts of every cell, and its controls; each cell is a part.
 
     Returns:
         The counts, and seconds.

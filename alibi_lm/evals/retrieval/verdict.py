@@ -15,12 +15,12 @@ RETRIEVAL_CAVEAT = (
 )
 
 
-class _Judge:
-    """Decides of groups of a task's prompts whether they show retrieval."""
+class _RetrievalTest:
+    """Tests whether groups of a task's prompts show retrieval."""
 
     def __init__(self, cells: Sequence[TaskCell], chance: float | None) -> None:
         self._chance = chance
-        # The closed-book rate belongs to the task: its controls of all lengths count together.
+        # The closed-book rate is that of the task: controls of all lengths are pooled.
         controls = [cell.control for cell in cells]
         self._trials = sum(control.trials for control in controls)
         self._score = sum(control.score.correct for control in controls)
@@ -62,15 +62,17 @@ def task_verdict(
     Returns:
         With the word does not retrieve, holds, fades, fails beyond or cannot tell.
     """
-    word, text = _judged(cells, _Judge(cells, chance), training_length)
+    word, text = _word_and_text(cells, _RetrievalTest(cells, chance), training_length)
     return TaskVerdict(task=task, word=word, text=f"{task}: {text}")
 
 
-def _judged(cells: Sequence[TaskCell], judge: _Judge, training_length: int) -> tuple[str, str]:
+def _word_and_text(
+    cells: Sequence[TaskCell], test: _RetrievalTest, training_length: int
+) -> tuple[str, str]:
     inside = [cell for cell in cells if cell.length <= training_length]
     if not inside:
         return "cannot tell", "no prompt was within the training length."
-    within = [cell for cell in inside if judge.retrieves(cell)]
+    within = [cell for cell in inside if test.retrieves(cell)]
     best = max(inside, key=_rate)
     if not within:
         return "does not retrieve", (
@@ -81,15 +83,19 @@ def _judged(cells: Sequence[TaskCell], judge: _Judge, training_length: int) -> t
     far = [cell for cell in cells if cell.far is not None]
     if not far:
         return "cannot tell", f"{known}; no needed fact lay farther back than that."
-    if not any(judge.retrieves(cell, whole=True) for cell in within):
+    if not any(test.retrieves(cell, whole=True) for cell in within):
         return "cannot tell", f"{known}, but only parts of answers; facts farther back count whole."
-    return _beyond(far, best, judge, training_length, known)
+    return _beyond(far, best, test, training_length, known)
 
 
 def _beyond(
-    far: Sequence[TaskCell], best: TaskCell, judge: _Judge, training_length: int, known: str
+    far: Sequence[TaskCell],
+    best: TaskCell,
+    test: _RetrievalTest,
+    training_length: int,
+    known: str,
 ) -> tuple[str, str]:
-    kept = [cell.length for cell in far if judge.retrieves(cell.far, whole=True)]
+    kept = [cell.length for cell in far if test.retrieves(cell.far, whole=True)]
     lost = [cell.length for cell in far if cell.length not in kept]
     last = far[-1]
     assert last.far is not None
@@ -99,8 +105,8 @@ def _beyond(
         rest = ""
         if near:
             rest = "; nor are nearer facts in such prompts, so longer input itself breaks it"
-            if seen := [cell.length for cell in near if judge.retrieves(cell.near)]:
-                rest = f"; nearer facts are still found in prompts of {lengths_words(seen)}"
+            if found_near := [cell.length for cell in near if test.retrieves(cell.near)]:
+                rest = f"; nearer facts are still found in prompts of {lengths_words(found_near)}"
         return "fails beyond", (
             f"{known}, fails beyond: facts more than {training_length:,} tokens back are not found "
             f"at any length ({numbers}){rest}."

@@ -16,8 +16,8 @@ import yaml
 
 from alibi_lm.experiments.claims.measurements import Measurements, Missing
 from alibi_lm.experiments.claims.statistics import (
+    ClaimVerdict,
     Estimate,
-    Verdict,
     above,
     all_of,
     any_of,
@@ -30,7 +30,7 @@ from alibi_lm.experiments.claims.statistics import (
 class Finding:
     """The verdict on a claim, and the numbers behind it."""
 
-    verdict: Verdict
+    verdict: ClaimVerdict
     text: str
 
 
@@ -184,7 +184,9 @@ def _invariance(measured: Measurements) -> Finding:
         name: max(max(run["shift"].values()) for run in measured.of("text", name))
         for name in ("alibi", "sinusoidal")
     }
-    verdict: Verdict = "confirmed" if worst["alibi"] <= 1e-4 < worst["sinusoidal"] else "refuted"
+    verdict: ClaimVerdict = (
+        "confirmed" if worst["alibi"] <= 1e-4 < worst["sinusoidal"] else "refuted"
+    )
     text = (
         "Largest change of a token's loss when its document starts up to 1,000 positions later: "
         f"{worst['alibi']:.1e} nats (sinusoidal: {worst['sinusoidal']:.2f})."

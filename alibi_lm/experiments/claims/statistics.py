@@ -9,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-Verdict = Literal["confirmed", "refuted", "cannot tell at this scale", "not tested here"]
+ClaimVerdict = Literal["confirmed", "refuted", "cannot tell at this scale", "not tested here"]
 
 # 97.5% quantiles of Student's t for 1, 2, ... degrees of freedom (any table of it).
 _T_QUANTILES = (
@@ -45,7 +45,7 @@ def estimate(values: Sequence[float] | np.ndarray) -> Estimate:
     return Estimate(mean, mean - half, mean + half, tuple(array.tolist()))
 
 
-def above(value: Estimate, threshold: float) -> Verdict:
+def above(value: Estimate, threshold: float) -> ClaimVerdict:
     """Whether a quantity is above a threshold: only where its whole interval is on one side."""
     if value.low is None or value.high is None:
         return "cannot tell at this scale"
@@ -54,20 +54,20 @@ def above(value: Estimate, threshold: float) -> Verdict:
     return "refuted" if value.high <= threshold else "cannot tell at this scale"
 
 
-def below(value: Estimate, threshold: float) -> Verdict:
+def below(value: Estimate, threshold: float) -> ClaimVerdict:
     """Whether a quantity is below a threshold, by the same rule."""
-    swap: dict[Verdict, Verdict] = {"confirmed": "refuted", "refuted": "confirmed"}
+    swap: dict[ClaimVerdict, ClaimVerdict] = {"confirmed": "refuted", "refuted": "confirmed"}
     verdict = above(value, threshold)
     return swap.get(verdict, verdict)
 
 
-def all_of(*verdicts: Verdict) -> Verdict:
+def all_of(*verdicts: ClaimVerdict) -> ClaimVerdict:
     """Verdict on a claim of several parts: refuted by any, confirmed by all."""
-    worst: tuple[Verdict, ...] = ("refuted", "not tested here", "cannot tell at this scale")
+    worst: tuple[ClaimVerdict, ...] = ("refuted", "not tested here", "cannot tell at this scale")
     return next((word for word in worst if word in verdicts), "confirmed")
 
 
-def any_of(*verdicts: Verdict) -> Verdict:
+def any_of(*verdicts: ClaimVerdict) -> ClaimVerdict:
     """Verdict on a claim that one of several parts confirms: confirmed by any, refuted by all."""
-    best: tuple[Verdict, ...] = ("confirmed", "cannot tell at this scale", "not tested here")
+    best: tuple[ClaimVerdict, ...] = ("confirmed", "cannot tell at this scale", "not tested here")
     return next((word for word in best if word in verdicts), "refuted")

@@ -187,7 +187,7 @@ class Niah:
         head, tail = SINGULAR if self.setting.single else PLURAL
         return (
             self._encode(head.format(kind=kind)),
-            self._encode.once(tail.format(kind=kind, query=listed(queries))),
+            self._encode.uncached(tail.format(kind=kind, query=listed(queries))),
         )
 
     def _needles(self, keys: list[str], values: list[str]) -> list[_Line]:
@@ -195,8 +195,8 @@ class Niah:
         return [self._line(key, value) for key, value in zip(owners, values, strict=False)]
 
     def _line(self, key: str, value: str) -> _Line:
-        before = self._encode.once(NEEDLE.format(kind=self.setting.values, key=key))
-        stated = self._encode.once(VALUE.format(value=value))
+        before = self._encode.uncached(NEEDLE.format(kind=self.setting.values, key=key))
+        stated = self._encode.uncached(VALUE.format(value=value))
         return _Line(key, value, [*before, *stated, *self._encode(END)])
 
     def _least_line(self) -> int:
@@ -205,7 +205,7 @@ class Niah:
         return max(1, len(before) - 2) + len(self._encode(END))
 
     def _as_candidate(self, value: str) -> list[int]:
-        return self._encode.once(_CANDIDATE.format(value=value))
+        return self._encode.uncached(_CANDIDATE.format(value=value))
 
     def _different(self, values: list[str], text: str) -> list[str]:
         """Values that are not in the text and differ in their first tokens."""

@@ -63,7 +63,7 @@ class QuestionAnswering:
         self._seed = seed
         self._answer_budget = answer_budget or TOKENS_TO_GENERATE
         self._questions, self._texts = read_questions(path)
-        self._documents = [encode.once(text) for text in self._texts]
+        self._documents = [encode.uncached(text) for text in self._texts]
         break_ = len(encode(BREAK))
         header = len(encode(DOCUMENT.format(number=len(self._texts) + 1)))
         self._overhead = break_ + header
@@ -71,7 +71,8 @@ class QuestionAnswering:
 
     def _need(self, question: Question) -> int:
         documents = sum(len(self._documents[i]) + self._overhead for i in question.documents)
-        frame = len(self._encode(HEAD)) + len(self._encode.once(TAIL.format(query=question.text)))
+        tail = self._encode.uncached(TAIL.format(query=question.text))
+        frame = len(self._encode(HEAD)) + len(tail)
         return documents + frame + self._answer_budget
 
     def shortest(self, length: int) -> int:
@@ -93,7 +94,7 @@ class QuestionAnswering:
         question = self._questions[fitting[int(order[index % len(fitting)])]]
         generator = generator_of(self._seed, self.name, length, index)
         head = self._encode(HEAD)
-        tail = self._encode.once(TAIL.format(query=question.text))
+        tail = self._encode.uncached(TAIL.format(query=question.text))
         needed = [] if control else list(question.documents)
         space = length - self._answer_budget - len(head) - len(tail)
         chosen = self._filled(question, needed, space, generator)

@@ -73,7 +73,7 @@ class Tracking:
         if self._example_tokens:
             size = max(self._example_tokens, self._least(EXAMPLE_LETTERS, 1))
             shot, names, _, _ = self._body(generator, size, EXAMPLE_LETTERS, 1, False)
-            example = [*shot.tolist(), *self._encode.once(" " + " ".join(names) + "\n\n")]
+            example = [*shot.tolist(), *self._encode.uncached(" " + " ".join(names) + "\n\n")]
             num_example = 1
         size = length - self._answer_budget - len(example)
         body, names, start, counts = self._body(
@@ -100,7 +100,7 @@ class Tracking:
         names = _names(generator, num_chains * links, letters)
         values = 10000 + generator.choice(89999, size=num_chains, replace=False)
         value = str(values[0])
-        tail = self._encode.once(TAIL.format(query=value, num_v=links))
+        tail = self._encode.uncached(TAIL.format(query=value, num_v=links))
         chains = [
             self._chain(names[i * links : (i + 1) * links], str(values[i]))
             for i in range(num_chains)
@@ -125,9 +125,9 @@ class Tracking:
         return joined(parts), names[:links], start, counts
 
     def _chain(self, names: list[str], value: str) -> list[list[int]]:
-        first = self._encode.once(FIRST.format(name=names[0], value=value))
+        first = self._encode.uncached(FIRST.format(name=names[0], value=value))
         pairs = zip(names[1:], names, strict=False)
-        return [first, *(self._encode.once(NEXT.format(name=a, before=b)) for a, b in pairs)]
+        return [first, *(self._encode.uncached(NEXT.format(name=a, before=b)) for a, b in pairs)]
 
 
 def _names(generator: np.random.Generator, count: int, letters: int) -> list[str]:

@@ -183,7 +183,7 @@ class CommonWords:
         asked, others, left = words[: self._common], words[self._common : shown], words[shown:]
         items = generator.permutation([*asked * common, *others * uncommon]).tolist()
         tail = self._encode(CWE_TAIL.format(count=self._common))
-        answer = self._encode.once(" " + " ".join(f"{i}. {w}" for i, w in enumerate(asked, 1)))
+        answer = self._encode.uncached(" " + " ".join(f"{i}. {w}" for i, w in enumerate(asked, 1)))
         head = self._encode(CWE_HEAD)
         return [*head, *self._numbered(items), *tail, *answer, *self._encode("\n")], left
 
@@ -230,7 +230,7 @@ class FrequentWords:
         asked = words[1 : NUM_ASKED + 1]
         if control:
             words[1 : NUM_ASKED + 1] = drawn[num_words:]
-        pieces = [self._encode.once(" " + word) for word in words]
+        pieces = [self._encode.uncached(" " + word) for word in words]
         sizes = np.array([len(piece) for piece in pieces])
         frame = [self._encode(FWE_HEAD), self._encode(FWE_TAIL)]
         space = length - self._answer_budget - sum(map(len, frame))

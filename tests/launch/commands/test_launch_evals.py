@@ -52,7 +52,7 @@ LONG = [
     "retrieval.num_trials=1",
     "retrieval.sizes.passkey_num_distances=2",
 ]
-"""Inputs of which far keys are left out."""
+"""Inputs long enough to be pruned."""
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +73,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def judge(folder: Path, jobs: list[dict[str, Any]]) -> str:
-    """Do the jobs by two ranks, one after another; what rank 0 prints."""
+def evaluate_on_two_ranks(folder: Path, jobs: list[dict[str, Any]]) -> str:
+    """Run the jobs one after another on two ranks; the output of rank 0."""
     path = folder / "jobs.json"
     path.write_text(json.dumps(jobs))
     return finished(start_forked(SEVERAL_EVALS, str(path))).stdout
@@ -98,7 +98,7 @@ def losses(result: dict[str, Any]) -> list[float]:
     ]
 
 
-def test_two_ranks_judge_as_one(run: Path, tmp_path: Path) -> None:
+def test_two_ranks_score_as_one(run: Path, tmp_path: Path) -> None:
     corpus = f"corpus={run.parent / 'validation'}"
     exported = f"hf:{run.parent / 'exported'}"
     jobs: list[dict[str, Any]] = [
@@ -113,7 +113,7 @@ def test_two_ranks_judge_as_one(run: Path, tmp_path: Path) -> None:
     for index, job in enumerate(jobs):
         job["out"] = str(tmp_path / f"job{index}")
         job["overrides"] = [*SETTINGS[str(job["eval"])], corpus]
-    output = judge(tmp_path, jobs)
+    output = evaluate_on_two_ranks(tmp_path, jobs)
     single = {name: alone(run, name, tmp_path / "alone") for name in SETTINGS}
     assert len(losses(single["perplexity"])) > 15
     assert single["perplexity"]["num_documents"] == 3
@@ -142,7 +142,7 @@ def test_two_ranks_resume_with_the_next_part(run: Path, tmp_path: Path) -> None:
         job | {"out": again, "stop_after": 7},
         job | {"out": again},
     ]
-    output = judge(tmp_path, jobs)
+    output = evaluate_on_two_ranks(tmp_path, jobs)
     for count in (2, 7):
         kept = f"perplexity keeps {count} of 10 parts in {again}/perplexity.partial.json"
         assert output.count(f"interrupted: {kept}; run the same command to resume") == 1
@@ -156,14 +156,14 @@ def test_two_ranks_resume_with_the_next_part(run: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "again" / "perplexity.partial.json").exists()
 
 
-def test_ranks_that_share_a_models_heads_leave_far_keys_out(run: Path, tmp_path: Path) -> None:
+def test_ranks_that_share_a_models_heads_prune(run: Path, tmp_path: Path) -> None:
     long = [*LONG, f"corpus={run.parent / 'long'}"]
     jobs = [
         {"eval_model": str(run), "engine": None, "tp": 2, "eval": name, "overrides": long,
          "out": str(tmp_path / name)}
         for name in ("perplexity", "retrieval")
     ]  # fmt: skip
-    output = judge(tmp_path, jobs)
+    output = evaluate_on_two_ranks(tmp_path, jobs)
     found = {name: json.loads((tmp_path / name / f"{name}.json").read_text())
              for name in ("perplexity", "retrieval")}  # fmt: skip
     for name, result in found.items():
@@ -176,7 +176,7 @@ def test_ranks_that_share_a_models_heads_leave_far_keys_out(run: Path, tmp_path:
         else:
             wanted = [row["loss"] for row in dense["rows"]]
             assert [row["loss"] for row in result["rows"]] == pytest.approx(wanted, rel=1e-5)
-    assert output.count("each head leaves out at most 1e-06 of a row") == 2
+    assert output.count("each head skips at most 1e-06 of its probability") == 2
 
 
 def test_the_command_shares_a_model_that_no_rank_holds(

@@ -212,7 +212,7 @@ def test_problems_are_a_function_of_the_seed(tokenizer: WordTokenizer) -> None:
     assert first == make_trials(tokenizer, "sort", 7, CONFIG)  # type: ignore[arg-type]
     other = GeneralizationConfig(num_trials=10, seed=1)
     assert first != make_trials(tokenizer, "sort", 7, other)  # type: ignore[arg-type]
-    assert len({trial.asked.prompt for trial in first}) == 10
+    assert len({trial.question.prompt for trial in first}) == 10
     assert np.unique([len(trial.prompt) for trial in first]).size == 1
 
 

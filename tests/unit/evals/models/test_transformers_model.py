@@ -1,4 +1,4 @@
-"""Hugging Face folders judged by our own model, and by their own class, against native runs."""
+"""Hugging Face folders scored by our own model, and by their own class, against native runs."""
 
 from __future__ import annotations
 
@@ -137,8 +137,8 @@ def test_long_inputs_of_an_imported_model_go_through_the_fast_engine(tmp_path: P
     folder = tmp_path / "model"
     write_reference(folder, "mpt", heads=8)
     tokens = torch.randint(0, 307, (1, 2600), generator=torch.Generator().manual_seed(0))
-    choices = EvalOptions(training_length=100)
-    fast = resolve_model(f"hf:{folder}", choices).scorer("fp32", None)
+    options = EvalOptions(training_length=100)
+    fast = resolve_model(f"hf:{folder}", options).scorer("fp32", None)
     assert fast.describe()["pruning_tolerance"] == 1e-6
     slow = resolve_model(f"hf:{folder}", EvalOptions(engine="hf")).scorer("fp32", None)
     torch.testing.assert_close(
@@ -210,8 +210,8 @@ def test_text_is_tokenized_on_the_fly(exported: tuple[Checkpoint, Path], tmp_pat
     wanted = run_and_store(Perplexity(), NativeModel(step), config)
     for engine in ("native", "hf"):
         for path in ("texts", "texts/*.txt", "lines.jsonl"):
-            choices = EvalOptions(engine=engine, text=(path,))
-            result = run_and_store(Perplexity(), resolve_model(f"hf:{folder}", choices), config)
+            options = EvalOptions(engine=engine, text=(path,))
+            result = run_and_store(Perplexity(), resolve_model(f"hf:{folder}", options), config)
             assert result.num_tokens == wanted.num_tokens, (engine, path)
             assert result.rows[1].loss == pytest.approx(wanted.rows[1].loss, rel=1e-5)
     native = NativeModel(step, EvalOptions(text=("texts",), out=tmp_path / "out"))
@@ -237,7 +237,9 @@ def test_the_commands_and_where_they_write(
     assert "done before with the same settings" in again.output
     stock = CliRunner().invoke(main, [*asked, "--engine", "hf"])
     assert stock.exit_code == 0, stock.output
-    assert "kept as perplexity_" in stock.output  # another engine is another result
+    assert "perplexity.json stays the main result" in stock.output
+    (other,) = (written / "perplexity").glob("*.json")  # another engine is another result
+    assert json.loads(other.read_text())["inputs"]["engine"] == "hf"
     needle = ["needle.lengths=[180]", "needle.num_trials=2", "needle.depths=[0.5]"]
     done = CliRunner().invoke(
         main, ["eval", "needle", f"hf:{folder}", "text=texts.txt", "--out", "mine", *needle]
@@ -257,7 +259,7 @@ def test_the_report_and_horizons_of_an_imported_model(exported: tuple[Checkpoint
         summary_lines(eval_model)
     )
     assert "attention_span" not in "\n".join(summary_lines(stock))
-    with pytest.raises(ConfigError, match="--engine = hf: this eval looks into"):
+    with pytest.raises(ConfigError, match="--engine = hf: this eval needs"):
         run_and_store(AttentionSpan(), stock, AttentionSpanConfig(num_tokens=3000))
     with pytest.raises(DataError, match=r"not more than num_tokens"):
         run_and_store(AttentionSpan(), eval_model, AttentionSpanConfig(num_tokens=90_000))

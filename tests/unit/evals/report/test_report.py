@@ -240,11 +240,11 @@ def test_values_and_the_legend_lie_off_the_red_line_and_the_curve(
         assert not line.intersects_bbox(text.get_window_extent(), filled=False)
 
 
-def test_slopes_have_their_horizon(step: Any) -> None:
+def test_slopes_have_their_bias_fade_distance(step: Any) -> None:
     rows = slope_rows(NativeModel(step))
     assert [row["slope"] for row in rows] == [0.25, 0.0625, 0.015625, 0.00390625]
     for row in rows:
-        assert np.exp(-row["slope"] * row["attention_span"]) == pytest.approx(1e-3)
+        assert np.exp(-row["slope"] * row["bias_fade_distance"]) == pytest.approx(1e-3)
     step.config.model.position = "none"
     assert slope_rows(NativeModel(step)) == []
 

@@ -79,7 +79,7 @@ def test_200_prompts(tokenizer: WordTokenizer, prefix: Path) -> None:
             assert len(candidate.tokens) == maker.num_answer_tokens
         assert len({candidate.number for candidate in trial.candidates}) == NUM_CANDIDATES
         position, at_line_end = trial.place(depth)
-        asked = round(depth * trial.answer_budget)
+        asked = round(depth * trial.haystack_budget)
         assert at_line_end
         line = tokenizer.decode(trial.haystack[position:asked].tolist())
         assert position <= asked
@@ -90,7 +90,7 @@ def test_depths_0_and_1_lie_at_the_ends(tokenizer: WordTokenizer, prefix: Path) 
     trial = maker_of(tokenizer, prefix).trial(1024, 0)
     assert trial.place(0.0) == (0, True)
     position, _ = trial.place(1.0)
-    last_line = tokenizer.decode(trial.haystack[position : trial.answer_budget].tolist())
+    last_line = tokenizer.decode(trial.haystack[position : trial.haystack_budget].tolist())
     assert "\n" not in last_line[1:-1]
 
 
@@ -133,9 +133,9 @@ def test_without_line_ends_the_needle_is_placed_exactly(tmp_path: Path) -> None:
     tokenizer = WordTokenizer()
     document = tokenizer.encode(code_text(0, 2000).replace("\n", " "))
     trial = maker_of(tokenizer, write_documents(tmp_path / "v", [document])).trial(4096, 0)
-    assert trial.place(0.5) == (round(0.5 * trial.answer_budget), False)
+    assert trial.place(0.5) == (round(0.5 * trial.haystack_budget), False)
     assert trial.place(0.0) == (0, True)
-    assert trial.place(LARGEST_WALK / trial.answer_budget) == (0, True)
+    assert trial.place(LARGEST_WALK / trial.haystack_budget) == (0, True)
 
 
 def test_lengths_without_room_or_haystack_are_refused(

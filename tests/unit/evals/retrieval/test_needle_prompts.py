@@ -67,7 +67,7 @@ def check(maker: PromptMaker, tokenizer: WordTokenizer, length: int, index: int)
     assert text.count(trial.key) == 2
     assert text.endswith(f"\n# The secret number of {trial.key} is")
     position, at_line_end = trial.place(depth)
-    asked = round(depth * trial.answer_budget)
+    asked = round(depth * trial.haystack_budget)
     assert at_line_end
     assert position <= asked
     skipped = tokenizer.decode(trial.haystack[position:asked].tolist())
