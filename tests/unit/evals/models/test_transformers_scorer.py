@@ -174,7 +174,7 @@ def test_real_limits_are_found_and_overlong_input_is_refused(tmp_path: Path) -> 
             scorer.token_losses(tokens_of(1, 200))
     eval_model = resolve_model(f"hf:{tmp_path / 'gpt2'}", EvalOptions(training_length=32))
     assert chosen_lengths(eval_model, None) == [16, 32, 64]
-    with pytest.raises(ConfigError, match="lengths = 128: the model has 64 positions"):
+    with pytest.raises(ConfigError, match="lengths = 128: exceeds the model's 64 positions"):
         chosen_lengths(eval_model, [64, 128])
 
 
