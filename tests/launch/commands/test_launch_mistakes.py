@@ -40,7 +40,7 @@ def test_every_problem_in_one_line_on_rank_0(tmp_path: Path) -> None:
     ("overrides", "part"),
     [
         (["train.micro_batch_size=3"], "is no multiple of train.micro_batch_size = 3"),
-        (["train.gradient_accumulation_steps=3"], "use for example 12"),
+        (["train.gradient_accumulation_steps=3"], "1 data-parallel ranks = 6"),
         (["model.num_heads=7"], "does not divide model.hidden_size"),
         (["model.vocab_size=100"], "outside"),
         (["data.corpora.0.prefix=nowhere/corpus"], "data.corpora.0.prefix = nowhere/corpus: no"),
