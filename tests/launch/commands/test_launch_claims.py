@@ -1,4 +1,4 @@
-"""A small claims suite through its command: trained, measured, judged, and gone on with."""
+"""A small claims suite through its command: trained, measured, decided and resumed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def claims(path: Path, *arguments: str, code: int = 0) -> subprocess.CompletedPr
     return alibi_lm("eval", "claims", path, *arguments, code=code)
 
 
-def test_a_suite_is_trained_judged_and_gone_on_with(tmp_path: Path) -> None:
+def test_a_suite_is_trained_decided_and_resumed(tmp_path: Path) -> None:
     path = suite(tmp_path)
     # One seed first: what is there of a pair is shown, and nothing is concluded from it.
     first = claims(path, "text.seeds=[0]", "--jobs=2").stdout

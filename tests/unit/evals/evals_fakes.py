@@ -170,16 +170,16 @@ class PlantedLosses:
 
 
 class CopyingScorer(PlantedLosses):
-    """Continues as the last tokens were continued before, if that is at most `reach` tokens ago."""
+    """Repeats what followed the last tokens before, at most `context_limit` tokens ago."""
 
-    def __init__(self, reach: int | None = None, context: int = 3) -> None:
+    def __init__(self, context_limit: int | None = None, context: int = 3) -> None:
         super().__init__(lambda targets, positions: torch.ones(targets.shape))
-        self._reach = reach
+        self._context_limit = context_limit
         self._context = context
 
     def _copy(self, prompt: list[int], count: int) -> list[int]:
         tail = prompt[-self._context :]
-        nearest = 0 if self._reach is None else max(0, len(prompt) - self._reach)
+        nearest = 0 if self._context_limit is None else max(0, len(prompt) - self._context_limit)
         for end in range(len(prompt) - 1, nearest + self._context - 1, -1):
             if prompt[end - self._context : end] == tail:
                 return prompt[end : end + count]

@@ -161,7 +161,7 @@ def test_needles_of_a_blind_model_can_be_compared(tmp_path: Path) -> None:
         step.run_folder, step.fake_tokenizer = tmp_path / name, tokenizer
         models.append(NativeModel(step))
         config = NeedleConfig(lengths=[128, 512], num_trials=2, depths=[0.5])
-        run_and_store(Needle(), models[-1], config, CopyingScorer(reach=1))
+        run_and_store(Needle(), models[-1], config, CopyingScorer(context_limit=1))
     page = write_comparison(models, tmp_path / "page.html").read_text()
     assert re.search(r"<td>needle \(ranking\)</td><td>one</td><td>\d+%</td>", page)
     assert (tmp_path / "page_needle.png").stat().st_size > 10_000

@@ -22,7 +22,7 @@ def scores(correct: int, trials: int) -> dict[str, Any]:
     return {"trials": trials, "ranking": share, "generation": share}
 
 
-def judged(correct: np.ndarray, trials: int) -> Verdict:
+def verdict_of(correct: np.ndarray, trials: int) -> Verdict:
     """The verdict on a needle grid of right answers `[lengths, depths]`, trained at 256."""
     depths = correct.shape[1]
     cells = [
@@ -41,14 +41,14 @@ def judged(correct: np.ndarray, trials: int) -> Verdict:
 def test_guessing_is_seldom_taken_for_retrieval() -> None:
     """300 grids of pure guessing: a correction for many cells must hold, or the best cell fools."""
     generator = np.random.default_rng(0)
-    words = [judged(generator.binomial(20, 0.1, size=(6, 5)), 20).word for _ in range(300)]
+    words = [verdict_of(generator.binomial(20, 0.1, size=(6, 5)), 20).word for _ in range(300)]
     assert words.count("does not retrieve") >= 0.95 * len(words)
 
 
 def test_one_lucky_cell_is_not_retrieval() -> None:
     correct = np.ones((6, 5), dtype=int)
     correct[1, 2] = 4
-    verdict = judged(correct, 10)
+    verdict = verdict_of(correct, 10)
     assert verdict.word == "does not retrieve"
     assert "best of its cells 40% (17% to 69%)" in verdict.text
 
@@ -65,7 +65,7 @@ def test_one_lucky_cell_is_not_retrieval() -> None:
 )
 def test_needle_words(by_length: tuple[int, ...], word: str) -> None:
     correct = np.repeat(np.array(by_length)[:, None], 5, axis=1)
-    assert judged(correct, 20).word == word
+    assert verdict_of(correct, 20).word == word
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,7 @@ def test_mistakes_are_named(tmp_path: Path, step: Any, corpus: Path) -> None:
         read_suite(None, ["perplexity.pruning_tolerance=1"])
 
 
-def test_the_scorer_uses_horizons_where_there_are_any() -> None:
+def test_the_scorer_prunes_where_the_model_allows_it() -> None:
     tokens = torch.randint(VOCAB_SIZE, (2, 3001), generator=torch.Generator().manual_seed(1))
     decoder = model()
     dense = NativeScorer(decoder, "cpu")
@@ -135,7 +135,7 @@ def test_the_scorer_uses_horizons_where_there_are_any() -> None:
     assert torch.allclose(answers[0].loglikelihoods, answers[1].loglikelihoods, atol=1e-4)
 
 
-def test_an_epsilon_is_refused_where_there_are_no_horizons() -> None:
+def test_a_tolerance_is_refused_where_the_model_cannot_be_pruned() -> None:
     for settings, word in (({"position": "none"}, "none"), ({"window": 100}, "window")):
         assert NativeScorer(model(**settings), "cpu", pruning_tolerance=None).pruning_tolerance == 0
         with pytest.raises(ConfigError, match=word):

@@ -33,16 +33,16 @@ from tests.unit.evals.evals_fakes import WordTokenizer, fake_step
 
 
 class Solver:
-    """Solves problems of up to `reach` items; beyond it, all but the first token is right."""
+    """Solves problems of up to `most_items` items; beyond it, all but the first token is right."""
 
     vocab_size = 4096
     dp_size = 1
 
     dp_size = 1
 
-    def __init__(self, tokenizer: WordTokenizer, reach: int) -> None:
+    def __init__(self, tokenizer: WordTokenizer, most_items: int) -> None:
         self._tokenizer = tokenizer
-        self._reach = reach
+        self._most_items = most_items
 
     def _solution(self, prompt: str) -> tuple[str, int]:
         task, _, rest = prompt.removesuffix("=").partition(":")
@@ -54,7 +54,7 @@ class Solver:
 
     def _ids(self, prompt: str) -> tuple[list[int], bool]:
         answer, items = self._solution(prompt)
-        return self._tokenizer.encode(answer + END + "then"), items <= self._reach
+        return self._tokenizer.encode(answer + END + "then"), items <= self._most_items
 
     def loglikelihood_and_generate(
         self, prompts: Tensor, candidates: Tensor, max_new_tokens: int
@@ -113,7 +113,7 @@ CONFIG = GeneralizationConfig(num_trials=10, batch_tokens=300)
 
 
 @pytest.mark.parametrize(
-    ("reach", "word", "text"),
+    ("most_items", "word", "text"),
     [
         (40, "generalizes", "Copy generalizes from 20 to 40 items, the most asked (100%"),
         (20, "stops", "Sort stops at 20 items, the most trained (0% (0% to 28%) exact at 25)."),
@@ -126,25 +126,25 @@ CONFIG = GeneralizationConfig(num_trials=10, batch_tokens=300)
     ],
 )
 def test_a_model_that_solves_up_to_some_items_is_said_to(
-    tmp_path: Path, tokenizer: WordTokenizer, reach: int, word: str, text: str
+    tmp_path: Path, tokenizer: WordTokenizer, most_items: int, word: str, text: str
 ) -> None:
     eval_model = subject_of(tmp_path, tokenizer)
-    result = run_and_store(Generalization(), eval_model, CONFIG, Solver(tokenizer, reach))
+    result = run_and_store(Generalization(), eval_model, CONFIG, Solver(tokenizer, most_items))
     assert result.verdict.word == word
     assert text in result.verdict.text
     assert result.lengths == list(DEFAULT_LENGTHS)
     assert len(result.cells) == 3 * 8
     for cell in result.cells:
         assert cell.trials == 10
-        assert cell.rate == (cell.items <= reach)
+        assert cell.rate == (cell.items <= most_items)
         assert cell.interval[0] <= cell.rate <= cell.interval[1]
-        if cell.items <= reach:
+        if cell.items <= most_items:
             assert cell.teacher_forced == 1
             assert cell.loss == pytest.approx(math.log(4 / 3), rel=1e-5)
         elif cell.task != "addition":  # whose answers may have a digit more
             tokens = cell.items
             assert cell.teacher_forced == pytest.approx((tokens - 1) / tokens)
-    assert all(own.longest_solved == reach for own in result.verdict.tasks.values())
+    assert all(own.longest_solved == most_items for own in result.verdict.tasks.values())
     stored = json.loads((eval_model.evals_folder / "generalization.json").read_text())
     assert stored == result.to_json()
     assert (eval_model.evals_folder / "generalization.png").stat().st_size > 10_000

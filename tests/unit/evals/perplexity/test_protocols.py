@@ -195,11 +195,11 @@ def test_the_results_rows_are_those_computations(
 
     # 1000 is more than there are: the sample is every target.
     assert result.truncated_context.num_targets == len(targets) == result.num_tokens
-    null = rows["truncated_context"][1]
+    baseline = rows["truncated_context"][1]
     assert rows["truncated_context"][0].loss_gap == 0.0
-    assert null.loss == pytest.approx(result.rows[1].loss, rel=1e-9)
-    assert null.truncated_context_loss == pytest.approx(mean(cut), rel=close)
-    assert null.loss_gap == pytest.approx(result.rows[1].loss - mean(cut), abs=10 * close)
+    assert baseline.loss == pytest.approx(result.rows[1].loss, rel=1e-9)
+    assert baseline.truncated_context_loss == pytest.approx(mean(cut), rel=close)
+    assert baseline.loss_gap == pytest.approx(result.rows[1].loss - mean(cut), abs=10 * close)
     by_position = result.by_position
     assert [(row.first, row.last) for row in by_position.rows] == [
         (1, 1), (2, 3), (4, 7), (8, 15), (16, 31), (32, 32)

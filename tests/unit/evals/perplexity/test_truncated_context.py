@@ -46,7 +46,7 @@ def test_the_closed_forms_edges() -> None:
         truncated_context_loss(3.0, 2.9, 512, 511)
 
 
-def test_the_closed_form_is_the_loss_of_a_model_of_that_reach(tmp_path: Path) -> None:
+def test_the_closed_form_is_the_loss_of_a_model_of_that_context(tmp_path: Path) -> None:
     """A loss that falls with context up to L, and depends on nothing else."""
     curve = 2 + 1 / torch.arange(1, 17).double()
     planted = PlantedLosses(lambda t, p: curve[p.clamp(max=15)].expand(t.shape))
@@ -54,11 +54,11 @@ def test_the_closed_form_is_the_loss_of_a_model_of_that_reach(tmp_path: Path) ->
         tmp_path, [[5] * 129] * 6, planted, lengths=[16, 32, 64, 128], truncated_context_length=16
     )
     first, sliding = curve.mean().item(), curve[-1].item()
-    for row, null in zip(result.rows, result.truncated_context.rows, strict=True):
+    for row, baseline in zip(result.rows, result.truncated_context.rows, strict=True):
         right = truncated_context_loss(first, sliding, 16, row.length)
         assert row.loss == pytest.approx(right, rel=1e-6)
-        assert null.truncated_context_loss == pytest.approx(right, rel=1e-6)
-        assert null.loss_gap == pytest.approx(0, abs=1e-9)
+        assert baseline.truncated_context_loss == pytest.approx(right, rel=1e-6)
+        assert baseline.loss_gap == pytest.approx(0, abs=1e-9)
     # Perplexity falls all the same, which is why it proves nothing.
     assert result.verdict.word == "falls"
     assert result.truncated_context.verdict.word == "no"
@@ -79,22 +79,24 @@ def random_documents(count: int = 12, vocab_size: int = 50) -> list[list[int]]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("position", ["alibi", "rotary", "none"])
-def test_a_model_whose_total_reach_is_l_has_no_excess(
+def test_a_model_whose_receptive_field_is_l_has_no_loss_gap(
     tmp_path: Path, position: Any, dtype: torch.dtype
 ) -> None:
-    """Two blocks of window 9 reach 17 tokens back, and not 16: the cut to 16 shows."""
+    """Two blocks of window 9 see 17 tokens back, and not 16: the cut to 16 shows."""
     config = ModelConfig(num_layers=2, hidden_size=32, num_heads=4, vocab_size=50, window=9,
                          position=position, initializer_range=0.3)  # fmt: skip
     loss_gap = {}
-    for reach in (16, 17, 40):
+    for context_length in (16, 17, 40):
         scorer = NativeScorer(Decoder(config, seed=1).to(dtype))
-        result = measure(tmp_path, random_documents(6), scorer, truncated_context_length=reach)
-        null = result.truncated_context
-        row = null.rows[-1]
+        result = measure(
+            tmp_path, random_documents(6), scorer, truncated_context_length=context_length
+        )
+        baseline = result.truncated_context
+        row = baseline.rows[-1]
         assert row.num_cut > 1000
-        loss_gap[reach] = max(abs(row.loss_gap), *map(abs, row.loss_gap_interval))
-        if reach > 16:
-            assert null.verdict.word == "no"
+        loss_gap[context_length] = max(abs(row.loss_gap), *map(abs, row.loss_gap_interval))
+        if context_length > 16:
+            assert baseline.verdict.word == "no"
     assert loss_gap[17] < 1e-6
     assert loss_gap[40] < 1e-6
     assert loss_gap[16] > 1e-5
@@ -122,36 +124,36 @@ class CopyingLosses(PlantedLosses):
 def test_an_oracle_that_copies_from_any_distance_uses_context_beyond(tmp_path: Path) -> None:
     """Documents that repeat themselves after 120 tokens, in windows of 256, cut to 32."""
     documents = [(x[:120] * 3)[: 300 + i] for i, x in enumerate(random_documents(12, 4000))]
-    null = measure(tmp_path, documents, CopyingLosses()).truncated_context
-    row = null.rows[-1]
+    baseline = measure(tmp_path, documents, CopyingLosses()).truncated_context
+    row = baseline.rows[-1]
     assert row.loss_gap < -1
     assert row.loss_gap_interval[1] < -1
-    assert null.verdict.word == "yes"
-    assert "Uses context beyond 32: yes" in null.verdict.text
-    # With nothing to copy within reach either, the same model does not.
+    assert baseline.verdict.word == "yes"
+    assert "Uses context beyond 32: yes" in baseline.verdict.text
+    # With nothing to copy within the context either, the same model does not.
     distinct = [list(range(i, 300 + 2 * i)) for i in range(2, 14)]
     assert measure(tmp_path, distinct, CopyingLosses()).truncated_context.verdict.word == "no"
 
 
 def test_a_blind_model_does_not_and_a_broken_one_is_harmed(tmp_path: Path) -> None:
     blind = PlantedLosses(lambda t, p: 2 + t * 1e-2)
-    null = measure(tmp_path, random_documents(), blind).truncated_context
-    assert null.rows[-1].loss_gap == 0.0
-    assert null.verdict.word == "no"
+    baseline = measure(tmp_path, random_documents(), blind).truncated_context
+    assert baseline.rows[-1].loss_gap == 0.0
+    assert baseline.verdict.word == "no"
     broken = PlantedLosses(lambda t, p: 2 + (p >= 32) * 1.0 + t * 1e-2)
-    null = measure(tmp_path, random_documents(), broken).truncated_context
-    assert null.rows[-1].loss_gap > 0.5
-    assert null.verdict.word == "no"
-    assert "longer input does harm" in null.verdict.text
-    assert [row.num_cut for row in null.rows][0] == 0
+    baseline = measure(tmp_path, random_documents(), broken).truncated_context
+    assert baseline.rows[-1].loss_gap > 0.5
+    assert baseline.verdict.word == "no"
+    assert "longer input does harm" in baseline.verdict.text
+    assert [row.num_cut for row in baseline.rows][0] == 0
 
 
 def test_noise_and_few_documents_cannot_tell(tmp_path: Path) -> None:
     noisy = PlantedLosses(lambda t, p: 2 + ((t * 7919 + p * 104729) % 101) / 25)
     settings = {"truncated_context_targets": 150}
-    null = measure(tmp_path, random_documents(), noisy, **settings).truncated_context
-    assert null.num_targets == 150
-    assert null.verdict.word == "cannot tell"
+    baseline = measure(tmp_path, random_documents(), noisy, **settings).truncated_context
+    assert baseline.num_targets == 150
+    assert baseline.verdict.word == "cannot tell"
     few = measure(tmp_path, random_documents(3), noisy).truncated_context
     assert few.verdict.word == "cannot tell"
     assert few.rows[-1].loss_gap_interval is None
@@ -183,9 +185,9 @@ def test_the_verdicts_words(interval: list[float] | None, word: str) -> None:
 def test_few_targets_with_context_to_cut_do_not_hide_its_use(tmp_path: Path) -> None:
     """In windows of 33, a target in 33 has more than 32 tokens of context, and gains 0.05 nats."""
     reader = PlantedLosses(lambda t, p: 2 - (p >= 32) * 0.05 + t * 0)
-    null = measure(tmp_path, random_documents(), reader, lengths=[32, 33]).truncated_context
-    assert -0.002 < null.rows[-1].loss_gap < -0.001
-    assert null.verdict.word == "yes"
+    baseline = measure(tmp_path, random_documents(), reader, lengths=[32, 33]).truncated_context
+    assert -0.002 < baseline.rows[-1].loss_gap < -0.001
+    assert baseline.verdict.word == "yes"
 
 
 @pytest.mark.parametrize("size", [1, 5, 40])
@@ -193,9 +195,9 @@ def test_a_sample_without_targets_to_cut_says_nothing(tmp_path: Path, size: int)
     """Of 40 targets in windows of 33 about one can be cut: the zeros of the others are no "no"."""
     reader = PlantedLosses(lambda t, p: 2 - (p >= 32) * 0.05 + t * 0)
     settings = {"lengths": [32, 33], "truncated_context_targets": size}
-    null = measure(tmp_path, random_documents(), reader, **settings).truncated_context
-    assert null.rows[-1].num_cut < 5
-    assert null.verdict.word == "cannot tell"
+    baseline = measure(tmp_path, random_documents(), reader, **settings).truncated_context
+    assert baseline.rows[-1].num_cut < 5
+    assert baseline.verdict.word == "cannot tell"
 
 
 def test_a_loss_whose_perplexity_no_float_holds_is_an_error(tmp_path: Path) -> None:

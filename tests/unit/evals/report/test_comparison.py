@@ -46,13 +46,16 @@ def eval_model(folder: Path, documents: int = 6) -> Any:
     return NativeModel(fake)
 
 
-def measure(own: Any, level: float, reach: int = 8) -> None:
+def measure(own: Any, level: float, context: int = 8) -> None:
     planted = PlantedLosses(lambda t, p: level + 0 * t)
     run_and_store(
         Perplexity(), own, PerplexityConfig(lengths=LENGTHS, truncated_context_targets=50), planted
     )
     run_and_store(
-        Needle(), own, NeedleConfig(lengths=[128, 512], num_trials=10), CopyingScorer(context=reach)
+        Needle(),
+        own,
+        NeedleConfig(lengths=[128, 512], num_trials=10),
+        CopyingScorer(context=context),
     )
 
 

@@ -55,17 +55,17 @@ def _chain(text: str, value: str) -> list[str]:
 
 
 class SolvingScorer:
-    """Solves what it can read: the last `reach` tokens, of prompts of at most `longest`."""
+    """Solves what it can read: the last `context_limit` tokens, of prompts of at most `longest`."""
 
     vocab_size = VOCAB_SIZE
     dp_size = 1
 
     def __init__(
-        self, tokenizer: Any, reach: int | None = None, longest: int | None = None,
+        self, tokenizer: Any, context_limit: int | None = None, longest: int | None = None,
         blind: bool = False,
     ) -> None:  # fmt: skip
         self._tokenizer = tokenizer
-        self._reach = reach
+        self._context_limit = context_limit
         self._longest = longest
         self._blind = blind
         self._random = np.random.default_rng(0)
@@ -73,7 +73,7 @@ class SolvingScorer:
     def _solve(self, prompt: list[int]) -> str:
         if self._blind or (self._longest is not None and len(prompt) > self._longest):
             return ""
-        tokens = prompt if self._reach is None else prompt[-self._reach :]
+        tokens = prompt if self._context_limit is None else prompt[-self._context_limit :]
         return solve(self._tokenizer.decode(tokens))
 
     def loglikelihood_and_generate(

@@ -195,7 +195,7 @@ def test_an_oracle_that_copies_is_right_in_every_cell(
     assert result.needle.startswith(result.question)
 
 
-def test_a_model_with_a_reach_fails_beyond_it(
+def test_a_model_with_limited_context_fails_beyond_it(
     tmp_path: Path, tokenizer: WordTokenizer, prefix: Path
 ) -> None:
     depths = [0.0, 0.25, 0.5]

@@ -134,7 +134,7 @@ def test_making_a_prompt_takes_steps_linear_in_its_length(
     assert steps[2] <= 4.4 * steps[1] + 2000
 
 
-def test_scores_by_distance_add_up_and_show_a_reach(
+def test_scores_by_distance_add_up_and_show_a_context_limit(
     tmp_path: Path, tokenizer: WordTokenizer, corpus: TokenFile
 ) -> None:
     step = fake_step(tmp_path, [Path(corpus.prefix)], length=512)
@@ -147,6 +147,6 @@ def test_scores_by_distance_add_up_and_show_a_reach(
     assert {row.up_to for row in rows} >= {64, 512, 2048}
     for row in rows:
         rate = row.generation.rate
-        # The copy's source, not the needle's start, must be within reach: a line more is seen.
+        # The copy's source, not the needle's start, must be within the limit: a line more is seen.
         assert rate == (row.up_to <= 512) or (row.above == 512 and rate < 0.2), row
     assert (step.evals_folder / "needle_distance.png").read_bytes()[:4] == b"\x89PNG"

@@ -150,7 +150,7 @@ def test_the_report_shows_it(oracle: Any, oracle_subject: NativeModel) -> None:
 def test_a_model_that_sees_its_last_tokens_fails_beyond_them(
     tmp_path: Path, prefix: Path, tokenizer: WordTokenizer, qa_file: Path
 ) -> None:
-    scorer = SolvingScorer(tokenizer, reach=LENGTH)
+    scorer = SolvingScorer(tokenizer, context_limit=LENGTH)
     result = run(tmp_path, prefix, tokenizer, qa_file, scorer, tasks=BY_DISTANCE)
     for verdict in result.verdicts:
         assert verdict.word == "fails beyond", verdict
@@ -176,8 +176,8 @@ def test_a_model_that_breaks_past_a_length_is_said_to_break_there(
     result = run(tmp_path, prefix, tokenizer, qa_file, scorer, tasks=tasks)
     for verdict in result.verdicts:
         assert verdict.word == "fails beyond", verdict
-        told = verdict.task in ("passkey", "niah_single_1")  # others: no prompt is all near
-        assert ("so longer input itself breaks it" in verdict.text) == told
+        nearer_shown = verdict.task in ("passkey", "niah_single_1")  # others: no prompt is all near
+        assert ("so longer input itself breaks it" in verdict.text) == nearer_shown
     assert result.table.effective_length == 1024
     farther: Any = run_and_store(
         Retrieval(),

@@ -87,7 +87,7 @@ def test_losses_equal_plain_torch(tmp_path: Path, position: Position) -> None:
 
 
 @torch.no_grad()
-def test_the_excess_is_the_loss_less_that_of_the_cut_input(tmp_path: Path) -> None:
+def test_the_loss_gap_is_the_loss_less_that_of_the_cut_input(tmp_path: Path) -> None:
     step = Step(tmp_path, "alibi")
     found = measure_text(step, GroupConfig(lengths=[32, 128], truncated_context_targets=10_000))  # type: ignore[arg-type]
     model, differences = decoder("alibi"), []
