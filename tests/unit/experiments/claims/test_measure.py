@@ -38,6 +38,7 @@ class Step:
         write_documents(corpus, [document.tolist() for document in self.documents])
         fake = fake_step(folder, [corpus], length=TRAINED)
         self.run_folder, self.config = folder, fake.config
+        self.meta: dict[str, Any] = {}
         self.config.model = decoder(position).config
         self._tokenizer = WordTokenizer()
 
