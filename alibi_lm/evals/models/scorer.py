@@ -100,6 +100,15 @@ class Scorer(Protocol):
         ...
 
 
+def generate_one(scorer: Scorer, prompt: Sequence[int], max_new_tokens: int) -> list[int]:
+    """The greedy continuation of one prompt, by the scorer's method for batches."""
+    prompts = torch.tensor([list(prompt)], dtype=torch.int64)
+    candidates = torch.empty(1, 1, 0, dtype=torch.int64)
+    scores = scorer.loglikelihood_and_generate(prompts, candidates, max_new_tokens)
+    tokens: list[int] = scores.generated[0].tolist()
+    return tokens
+
+
 def check_input(
     tokens: Tensor, num_positions: int, limit: int | None, vocab_size: int, owner: str
 ) -> None:
@@ -214,11 +223,7 @@ class NativeScorer:
 
     def generate(self, prompt: Sequence[int], max_new_tokens: int) -> list[int]:
         """The greedy continuation of one prompt."""
-        prompts = torch.tensor([list(prompt)], dtype=torch.int64)
-        nothing = torch.empty(1, 1, 0, dtype=torch.int64)
-        return (
-            self.loglikelihood_and_generate(prompts, nothing, max_new_tokens).generated[0].tolist()
-        )
+        return generate_one(self, prompt, max_new_tokens)
 
     def describe(self) -> dict[str, Any]:
         """Kind, size, arithmetic and device."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from alibi_lm.evals.models.scorer import PromptScores, check_input, checked_scores
+from alibi_lm.evals.models.scorer import PromptScores, check_input, checked_scores, generate_one
 from alibi_lm.parallel.device import get_device
 from alibi_lm.utils.errors import CheckpointError, ConfigError, Problem
 
@@ -125,11 +125,7 @@ class TransformersScorer:
 
     def generate(self, prompt: Sequence[int], max_new_tokens: int) -> list[int]:
         """The greedy continuation of one prompt."""
-        prompts = torch.tensor([list(prompt)], dtype=torch.int64)
-        nothing = torch.empty(1, 1, 0, dtype=torch.int64)
-        return (
-            self.loglikelihood_and_generate(prompts, nothing, max_new_tokens).generated[0].tolist()
-        )
+        return generate_one(self, prompt, max_new_tokens)
 
     def describe(self) -> dict[str, Any]:
         """Kind, class, size, arithmetic and device."""
